@@ -5,7 +5,7 @@
     python -m bench.prefix_fetch --vllm models/SmolLM2-135M-Instruct [--nixl FOLDER] [--turn-tokens 64] ...
 
 Real services, and Mooncake over TCP on loopback. Two deployments answer in turn, one request at a time. They differ in
-prefix_fetch_min_tokens only. Without --vllm, the workers are simulated, with the KV of an 8-billion model (128 KiB a
+prefix_fetch_gain only. Without --vllm, the workers are simulated, with the KV of an 8-billion model (128 KiB a
 token). Prefill computes at the given speed, so a time is that of a GPU with this speed and of this machine's loopback.
 With --vllm, both are vLLM on this machine's processors, with one thread each.
 
@@ -189,8 +189,8 @@ async def start(held: AsyncExitStack, case: Case, answer_tokens: int) -> dict[st
         return Path(held.enter_context(tempfile.TemporaryDirectory()))
 
     ways: dict[str, Way] = {}
-    for way, min_tokens in ((COMPUTED, 0), (FETCHED, MIN_TOKENS)):
-        settings = (*case.settings, ("prefill", "prefix_fetch_min_tokens", str(min_tokens)))
+    for way, gain in ((COMPUTED, "1"), (FETCHED, "0")):
+        settings = (*case.settings, ("prefill", "prefix_fetch_gain", gain))
         deployed = suite(folder(), settings=settings, **case.topology)
         ways[way] = partial(of_ours, await held.enter_async_context(deployed), answer_tokens)
     if case.nixl is not None:

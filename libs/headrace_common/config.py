@@ -111,6 +111,16 @@ WorkerId = Annotated[str, checked_by(_check_worker_id)]
 OptionalWorkerId = Annotated[str, checked_by(_check_worker_id, or_empty=True)]
 PositiveSeconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeSeconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+PrefixFetchGain = Annotated[
+    float,
+    Field(
+        ge=0.0,
+        le=1.0,
+        description="Least share of the time to compute a prompt's first tokens that fetching their KV from another "
+        "worker saves, by the learned times, else by a cautious estimate. 0 fetches whatever the times say, 1 nothing. "
+        "The router's is for decode workers that compute prompts. Models with states fetch nothing.",
+    ),
+]
 PositiveCount = Annotated[int, Field(gt=0)]
 NonNegativeCount = Annotated[int, Field(ge=0)]
 _SAMPLERS = ("always_on", "always_off", "traceidratio")

@@ -68,7 +68,8 @@ def settings(plan: ChaosPlan, model: Path) -> tuple[tuple[str, str, str], ...]:
     if plan.mixed:
         own += f",adapters={ADAPTER}"
         mixed = (("router", "model", f"sim={model}"),)
-    fetches = plan.block_size if plan.conversations else 0
+    # Simulated workers compute sooner than they fetch.
+    gain = "0" if plan.conversations else "1"
     if plan.host_gib:
         both["kv_host_gib"] = str(plan.host_gib)
     if plan.disk_gib:
@@ -80,7 +81,7 @@ def settings(plan: ChaosPlan, model: Path) -> tuple[tuple[str, str, str], ...]:
         ("prefill", "model", f"{plan.model},{own},prefill_s_per_token=0.0003"),
         ("decode", "model", f"{plan.model},{own},decode_step_s=0.004"),
         ("worker", "model", f"{plan.model},{own},prefill_s_per_token=0.0003,decode_step_s=0.004"),
-        *((role, "prefix_fetch_min_tokens", str(fetches)) for role in ("prefill", "worker")),
+        *((role, "prefix_fetch_gain", gain) for role in ("prefill", "worker")),
         ("router", "worker_wait_s", str(plan.worker_wait_s)),
         ("registry", "store_timeout_s", str(plan.store_timeout_s)),
         ("registry", "store_start_timeout_s", str(plan.store_start_timeout_s)),

@@ -62,11 +62,11 @@ def secrets_of(descriptor: layout_pb2.KvDescriptor) -> set[str]:
     return found
 
 
-FETCHING = (("prefill", "prefix_fetch_min_tokens", "32"),)
+FETCHES_NOTHING = (("prefill", "prefix_fetch_gain", "1"),)
 
 
 async def test_a_worker_receives_handoffs_of_workers_only(tmp_path: Path) -> None:
-    async with suite(tmp_path, settings=FETCHING) as deployed:
+    async with suite(tmp_path) as deployed:
         for worker_id in ("decode-0", "prefill-0"):
             for role in (Role.PREFILL, Role.DECODE, Role.ROUTER):
                 status = await open_handoff(deployed, worker_id, role)
@@ -92,7 +92,7 @@ async def open_handoff(deployed: Suite, worker_id: str, role: Role) -> grpc.Stat
 async def test_a_worker_publishes_its_own_memory_only(tmp_path: Path) -> None:
     token_file = tmp_path / "decode-9.token"
     token_file.write_text(create_token(load_local_key(), Role.DECODE, "decode-9", 600))
-    async with suite(tmp_path) as deployed:
+    async with suite(tmp_path, settings=FETCHES_NOTHING) as deployed:
         # A prefill worker that fetches nothing publishes none: nothing writes to its memory.
         assert await describe(deployed, "prefill-0", Role.DECODE) is grpc.StatusCode.NOT_FOUND
         descriptor = await describe(deployed, "decode-0", Role.PREFILL)

@@ -14,13 +14,12 @@ from headrace_common.config import ServiceConfig
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import TransferTimeout
 from headrace_common.telemetry.setup import init_telemetry
-from headrace_common.time_model.model import StepTimes
 from headrace_engine.interface import DecodeTokens, DecodeWork, Sampling
 from headrace_engine.vllm.engine import VllmEngine
 from headrace_kv.layout import KvDescriptor, WorkerRef
 from headrace_kv.messages import prefix_transfer
+from headrace_kv.prefix.fetch_rule import FetchRule
 from headrace_kv.receive.receiver import Receiver
-from headrace_prefill.prefix_fetch import FetchRule
 from tests.component.prefill.fetching import DECODE, PREFILL, FetchingWorkers, serve
 from tests.decoding import decoded
 from tests.freezing import freeze as freeze_processes
@@ -78,11 +77,8 @@ class FrozenResult(Result):
 class AlwaysFetch(FetchRule):
     """A tiny model may compute faster than a busy machine fetches."""
 
-    def may_fetch(self, decode: WorkerRef, token_count: int) -> bool:
+    def may_fetch(self, link: str, token_count: int) -> bool:
         return token_count >= self.min_tokens
-
-    def prefers_fetch(self, decode: WorkerRef, start_token: int, end_token: int) -> bool:
-        return self.may_fetch(decode, end_token - start_token)
 
 
 class Cut:
@@ -168,7 +164,7 @@ async def fetching_engines(
         stack.push_async_callback(asyncio.to_thread, telemetry.shutdown)
         workers: VllmWorkers = await serve(
             *(stack, VllmWorkers, engines[PREFILL], engines[DECODE]),
-            *(telemetry, AlwaysFetch(1, StepTimes), LONG_S),
+            *(telemetry, AlwaysFetch(0.0), LONG_S),
             lease_s=LEASE_TTL_S,
         )
         yield workers

@@ -40,8 +40,7 @@ SPAN_STREAM: Final = "headrace.stream"
 SPAN_PREFILL: Final = "headrace.prefill"
 # The engine's forward passes.
 SPAN_PREFILL_COMPUTE: Final = "headrace.prefill.compute"
-# The fetch of a prompt's first tokens from the decode worker, from the decision to the last layer. After a failure,
-# the tokens are computed.
+# The fetch of a prompt's first tokens from a worker that has them. After a failure they are computed.
 SPAN_PREFIX_FETCH: Final = "headrace.prefill.prefix_fetch"
 # What one prefill rank wrote to one decode rank for one task: from the first layer being ready to the last
 # acknowledgement. A failed or cancelled task has them too. headrace.link.layers has the times of each layer.
@@ -110,7 +109,7 @@ ATTRIBUTE_CANDIDATES: Final = "headrace.candidates"
 # How the best other placement differs: "local prefill", "remote prefill", "other prefill worker" or "other decode
 # worker". Absent without an estimate.
 ATTRIBUTE_OTHER_DECISION: Final = "headrace.other.decision"
-# Id of the decode worker that the answer was on.
+# Id of the decode worker that the answer was on, or that has sent the prefix.
 ATTRIBUTE_MOVE_SOURCE_WORKER_ID: Final = "headrace.move.source_worker_id"
 # Milliseconds without a token for the client.
 ATTRIBUTE_MOVE_GAP_MS: Final = "headrace.move.gap_ms"
@@ -430,9 +429,9 @@ METRIC_PLANNER_MISSED_SAMPLES: Final = "headrace.planner.missed_samples"
 METRIC_TRANSFERS: Final = "headrace.transfers"
 # Bytes of KV transferred.
 METRIC_TRANSFER_BYTES: Final = "headrace.transfer.bytes"
-# Fetches of prefixes from decode workers that have ended, by outcome. After a failure, prefill computes.
+# Fetches of prefixes that have ended, by outcome. A router's are for decode workers that compute prompts.
 METRIC_PREFIX_FETCHES: Final = "headrace.prefix.fetches"
-# Tokens with KV that a prefill worker has fetched from decode workers instead of computing it.
+# Tokens with KV that was fetched from other workers instead of being computed.
 METRIC_PREFIX_FETCHED_TOKENS: Final = "headrace.prefix.fetched_tokens"
 # Tokens of prompts that began on a prefill worker and failed there or were cancelled. A cancellation after the first
 # token does not count. All tokens of such a prompt count, so fewer may have been computed.

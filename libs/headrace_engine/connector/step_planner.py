@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import chain
 
 from headrace_engine.connector.layer_groups import LayerGroup, token_stride
 from headrace_engine.connector.step_plan import StepPlan, TokenRange
@@ -170,9 +171,15 @@ class StepPlanner:
             self._event.wait(min(timeout_s, SHORT_STEP_S) if is_announced else timeout_s)
 
     def plan_step(
-        self, scheduled: Iterable[ScheduledRequest], preempted_request_ids: Iterable[str]
+        self,
+        scheduled: Iterable[ScheduledRequest],
+        preempted_request_ids: Iterable[str],
+        written: Callable[[ScheduledRequest], Iterable[int]] = lambda request: (),
     ) -> StepPlan:
-        """The plan that the ranks need before the step."""
+        """The plan that the ranks need before the step.
+
+        `written` gives the blocks into which the step writes KV of a request.
+        """
         plan, self._plan = self._plan, StepPlan()
         for request_id in preempted_request_ids:
             send = self._sends.pop(request_id, None)
@@ -181,7 +188,10 @@ class StepPlanner:
         scheduled = tuple(scheduled)
         for request in scheduled:
             send = self._sends.get(request.request_id)
-            if send is not None:
+            if send is not None and send.cached_only:
+                others = (one for one in scheduled if one is not request)
+                self._plan_cached(plan, send, request, (written(one) for one in others))
+            elif send is not None:
                 self._plan_send(plan, send, request)
         plan.awaited.extend(self.partial.awaited)
         # What comes after `take_received` is taken before the next step, unless this one computes nothing.
@@ -248,12 +258,7 @@ class StepPlanner:
             send.prefix_fetched(receive.token_count)
 
     def _plan_send(self, plan: StepPlan, send: Send, request: ScheduledRequest) -> None:
-        send.update_blocks(request)
-        if not send.runs:
-            send.run(request.computed_tokens)
-        if send.cached_only:
-            self._plan_cached(plan, send, request)
-            return
+        send.take_part(request)
         if not send.opened:
             send.open()
             plan.opened.append(send.target)
@@ -269,19 +274,27 @@ class StepPlanner:
         if send.target.with_hidden_state and known_tokens >= send.target.end_token:
             plan.send_hidden_state(request.request_id, send.target.transfer_id)
 
-    def _plan_cached(self, plan: StepPlan, send: Send, request: ScheduledRequest) -> None:
+    def _plan_cached(
+        self,
+        plan: StepPlan,
+        send: Send,
+        request: ScheduledRequest,
+        written: Iterable[Iterable[int]],
+    ) -> None:
         """Sends tokens that earlier steps have computed, without the layer hooks, which graphs of decode leave out.
 
-        Another request has held these blocks since a step before. The request computes the token after them only.
+        The request computes the token after them only. It may have found blocks that others write in this step.
         """
+        send.take_part(request)
         target = send.target
         if send.opened:
             return
         send.open()
-        if self._has_states or request.computed_tokens < target.end_token:
+        blocks = tuple(tuple(send.block_ids[group.index]) for group in self._groups)
+        found = set().union(*written).intersection(chain(*blocks))
+        if self._has_states or request.computed_tokens < target.end_token or found:
             plan.refused.append(target.transfer_id)
             return
-        blocks = tuple(tuple(send.block_ids[group.index]) for group in self._groups)
         tokens = TokenRange(target.transfer_id, target.start_token, target.end_token, blocks)
         plan.send_computed(target, tokens)
 

@@ -149,11 +149,14 @@ class Send:
         self.start_unix_ns = time.time_ns()
         self.cached_tokens = known_tokens - self.fetched_tokens
 
-    def update_blocks(self, request: ScheduledRequest) -> None:
+    def take_part(self, request: ScheduledRequest) -> None:
+        """A step has its request."""
         if request.replaces_blocks:
             self.block_ids.clear()
         for index, block_ids in enumerate(request.block_ids):
             self.block_ids[index].extend(block_ids)
+        if not self.runs:
+            self.run(request.computed_tokens)
 
     def mark_overrun(self) -> None:
         self.overrun = True

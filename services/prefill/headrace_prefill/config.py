@@ -5,23 +5,15 @@ from __future__ import annotations
 from pydantic import Field
 
 from headrace_common.access.roles import Role
-from headrace_common.config import (
-    NonNegativeCount,
-    PositiveCount,
-)
+from headrace_common.config import PositiveCount, PrefixFetchGain
 from headrace_engine.worker.config import WorkerConfig
+from headrace_kv.prefix.fetch_rule import DEFAULT_GAIN
 
 
 class FetchingConfig(WorkerConfig):
     """A worker that computes prompts, and may fetch what other workers have of them."""
 
-    prefix_fetch_min_tokens: NonNegativeCount = Field(
-        0,
-        description="Fewest tokens of a prompt that are fetched from its decode worker, which has them from an earlier "
-        "turn, instead of being computed. Only where the learned times do not say that this is slower. 0 fetches none. "
-        "Decode workers then reach this worker's ports of KV transfers, and prefill workers for divided prompts. For "
-        "models without states.",
-    )
+    prefix_fetch_gain: PrefixFetchGain = DEFAULT_GAIN
 
 
 class PrefillConfig(FetchingConfig):

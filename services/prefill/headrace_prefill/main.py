@@ -23,7 +23,7 @@ from headrace_engine.worker.serve import RoleServer
 from headrace_engine.worker.status import StatusSignal
 from headrace_kv.layout import layout_to_proto
 from headrace_prefill.config import PrefillConfig
-from headrace_prefill.prefix_fetch import PrefixFetcher, open_fetcher
+from headrace_prefill.prefix_fetch import PrefixFetcher, fetches_prefixes, open_fetcher
 from headrace_prefill.pull import TaskPuller
 from headrace_prefill.worker import PrefillWorker
 
@@ -58,7 +58,7 @@ class PrefillServer(RoleServer):
         telemetry = host.telemetry.for_worker(ref.worker_id)
         self._receiving: KvReceiving | None = None
         self._prefixes: PrefixFetcher | None = None
-        if config.prefix_fetch_min_tokens:
+        if fetches_prefixes(config, engine):
             # No ticket permits to fill the blocks of a prefill worker, but those of its own tasks.
             self._receiving = KvReceiving(
                 host, hosted, TicketKeys(), senders=(Role.DECODE, Role.PREFILL)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 import grpc.aio
@@ -15,15 +15,15 @@ import grpc.aio
 from headrace.kv.v1 import prefix_pb2, prefix_pb2_grpc
 from headrace.prefill.v1 import prefill_pb2
 from headrace_common.deadlines import Deadline
-from headrace_common.errors import Cancelled, ConfigError, DecodeFull, HeadraceError, NotFound
+from headrace_common.errors import Cancelled, DecodeFull, HeadraceError, NotFound
 from headrace_common.rpc.channel import open_channel
-from headrace_common.tasks import BackgroundTasks, Recent
-from headrace_common.time_model.model import HandoverLearner, StepTimes, TimeModel
+from headrace_common.tasks import Recent
 from headrace_engine.interface import Arrived, Engine, LayersArrived, PrefillWork, Recompute
 from headrace_engine.kv_fetch import ALL_LAYERS, fetch_kv, late_layers_s
 from headrace_engine.worker.host import HostedWorker, WorkerHost
 from headrace_kv.layout import STATE, WorkerRef
 from headrace_kv.messages import Reservation, TransferTarget, prefix_transfer
+from headrace_kv.prefix.fetch_rule import FetchRule
 from headrace_kv.prefix.images import whole_images_end
 from headrace_kv.receive.receiver import IncomingTransfer, Receiver, TransferSummary
 from headrace_prefill.config import FetchingConfig
@@ -36,8 +36,6 @@ _ANSWER_WAIT_S: Final = 0.5
 _END_WAIT_S: Final = 5.0
 # The link has no part in these.
 _HARMLESS: Final = (Cancelled, NotFound, DecodeFull)
-_LINKS_MAX: Final = 1_024
-_PAUSE_S: Final = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,56 +47,6 @@ class FetchRecord:
     reason: str
     start_unix_ns: int
     end_unix_ns: int
-
-
-@dataclass(eq=False, slots=True)
-class FetchRule:
-    """A prefix of `min_tokens` or more is fetched, unless the learned times say that computing it is faster.
-
-    After that, and after a failure, nothing is fetched from the decode worker for 30 s. Then it is measured again.
-    """
-
-    min_tokens: int
-    step_times: Callable[[], StepTimes]
-    clock_s: Callable[[], float] = time.monotonic
-    _fetches: HandoverLearner = field(default_factory=HandoverLearner, init=False)
-    _token_bytes: float = field(default=0.0, init=False)
-    _retry_s: Recent[WorkerRef, float] = field(
-        default_factory=lambda: Recent(_LINKS_MAX), init=False
-    )
-
-    def may_fetch(self, decode: WorkerRef, token_count: int) -> bool:
-        """Whether so many tokens of this decode worker may be worth it."""
-        paused = self.clock_s() < self._retry_s.get(decode, 0.0)
-        return token_count >= self.min_tokens and not paused
-
-    def prefers_fetch(self, decode: WorkerRef, start_token: int, end_token: int) -> bool:
-        """Whether to fetch these tokens from this decode worker. Unknown times decide nothing."""
-        count = end_token - start_token
-        if not self.may_fetch(decode, count):
-            return False
-        if self._retry_s.pop(decode, None) is not None:
-            return True
-        times = TimeModel(
-            self.step_times(), self._fetches.times, self._fetches.links_to(decode.worker_id)
-        )
-        compute_s = times.step_s(count, prior_tokens=start_token)
-        fetch_s = times.handover_s(count * self._token_bytes, decode.worker_id)
-        if compute_s is None or fetch_s is None or fetch_s < compute_s:
-            return True
-        self.failed(decode)
-        return False
-
-    def fetched(
-        self, decode: WorkerRef, token_count: int, payload_bytes: int, seconds: float
-    ) -> None:
-        """Tokens have come from a decode worker, so long after the decision."""
-        self._token_bytes = payload_bytes / max(1, token_count)
-        self._fetches.observe(payload_bytes, seconds, decode.worker_id)
-
-    def failed(self, decode: WorkerRef) -> None:
-        """A fetch from a decode worker has failed, or would take too long."""
-        self._retry_s[decode] = self.clock_s() + _PAUSE_S
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -115,8 +63,9 @@ class PrefixFetcher:
     timeout_s: float
     on_ended: Callable[[FetchRecord], None]
     open_channel: Callable[[str], grpc.aio.Channel]
-    _channels: OrderedDict[str, grpc.aio.Channel] = field(default_factory=OrderedDict, init=False)
-    _closing: BackgroundTasks = field(default_factory=BackgroundTasks, init=False)
+    _channels: Recent[str, grpc.aio.Channel] = field(
+        default_factory=partial(Recent, _CHANNELS_MAX), init=False
+    )
 
     def offer(self, work: PrefillWork, part: prefill_pb2.FirstPart) -> PrefixFetch | None:
         """The fetch of a task's first tokens: of the `part` that another worker computes meanwhile, unless it is empty.
@@ -131,26 +80,18 @@ class PrefixFetcher:
         if work.images:
             block_tokens = self.engine.descriptor.layout.block_tokens
             end = whole_images_end(end, work.images, block_tokens)
-        if not target.ticket or not self.rule.may_fetch(target.decode, end):
+        if not target.ticket or not self.rule.may_fetch(target.decode.worker_id, end):
             return None
         return PrefixFetch(self, target, end)
 
     async def close(self) -> None:
         """Closes every channel."""
-        while self._channels:
-            _, channel = self._channels.popitem()
-            self._closing.start(channel.close())
-        await self._closing.wait()
+        await asyncio.gather(*(channel.close() for channel in self._channels.values()))
 
     def channel(self, endpoint: str) -> grpc.aio.Channel:
-        """The channel to a decode worker."""
-        channel = self._channels.get(endpoint)
-        if channel is None:
-            channel = self._channels[endpoint] = self.open_channel(endpoint)
-        self._channels.move_to_end(endpoint)
-        if len(self._channels) > _CHANNELS_MAX:
-            _, oldest = self._channels.popitem(last=False)
-            self._closing.start(oldest.close())
+        """The channel to a decode worker. An old one closes when nothing refers to it."""
+        channel = self._channels.get(endpoint) or self.open_channel(endpoint)
+        self._channels[endpoint] = channel
         return channel
 
 
@@ -181,7 +122,11 @@ class PrefixFetch:
         """See RemotePrefix."""
         target = self._target
         start, end = reservation.start_token, reservation.end_token
-        if not self._fetcher.rule.prefers_fetch(target.decode, start, end):
+        engine, decode = self._fetcher.engine, target.decode.worker_id
+        payload_bytes = (end - start) * engine.descriptor.layout.token_bytes
+        if not self._fetcher.rule.prefers_fetch(
+            decode, start, end, payload_bytes, engine.step_times
+        ):
             return False
         # A router has signed it for the other direction of this very hand-over. Decode verifies that.
         return self._start(reservation, self._fetcher.timeout_s, (target.decode, target.ticket))
@@ -234,21 +179,22 @@ class PrefixFetch:
         def whole(summary: TransferSummary) -> None:
             fetcher.engine.transfer_event(Arrived(self.transfer_id))
             fetch_s = time.monotonic() - start_s
-            decode = self._target.decode
-            fetcher.rule.fetched(decode, token_count, summary.payload_bytes, fetch_s)
+            decode = self._target.decode.worker_id
+            fetcher.rule.fetched(decode, summary.payload_bytes, fetch_s)
 
         asking = self._ask(transfer)
         return await fetch_kv(fetcher.receiver, transfer, asking, whole, _ANSWER_WAIT_S)
 
     def _failed(self, failure: HeadraceError) -> None:
         if not self._closed and not isinstance(failure, _HARMLESS):
-            self._fetcher.rule.failed(self._target.decode)
+            self._fetcher.rule.failed(self._target.decode.worker_id)
         self._fetcher.engine.transfer_event(Recompute(self.transfer_id))
 
     async def _ask(self, transfer: IncomingTransfer) -> None:
         """Has the decode worker send. Returns when it has sent everything."""
         target, reservation = self._target, transfer.reservation
-        stub = prefix_pb2_grpc.PrefixServiceStub(self._fetcher.channel(target.handoff_endpoint))
+        channel = self._fetcher.channel(target.handoff_endpoint)
+        stub = prefix_pb2_grpc.PrefixServiceStub(channel)
         request = prefix_pb2.SendPrefixRequest(
             transfer_id=target.transfer_id,
             worker_id=self._fetcher.ref.worker_id,
@@ -307,22 +253,19 @@ class ComputedPart(PrefixFetch):
             self._task.cancel()
 
 
+def fetches_prefixes(config: FetchingConfig, engine: Engine) -> bool:
+    """Whether a worker fetches any. A prefix of a model with states is of no use without its state."""
+    states = any(group.kind == STATE for group in engine.descriptor.layout.groups)
+    return config.prefix_fetch_gain < 1.0 and not states
+
+
 def open_fetcher(
     host: WorkerHost, hosted: HostedWorker[FetchingConfig], receiver: Receiver
 ) -> PrefixFetcher | None:
-    """What fetches prefixes into a worker's `receiver`, if its settings say so.
-
-    Raises ConfigError for a model that has states, because a prefix of it is of no use without its state.
-    """
+    """What fetches prefixes into a worker's `receiver`, if it does."""
     config, ref, engine = hosted.config, hosted.ref, hosted.engine
-    if not config.prefix_fetch_min_tokens:
+    if not fetches_prefixes(config, engine):
         return None
-    if any(group.kind == STATE for group in engine.descriptor.layout.groups):
-        raise ConfigError(
-            f"prefix_fetch_min_tokens is {config.prefix_fetch_min_tokens}, but the model keeps states, without "
-            "which a prefix is of no use: set it to 0",
-            metadata={"field": "prefix_fetch_min_tokens"},
-        )
 
     def count(record: FetchRecord) -> None:
         host.metrics.prefix_fetched(ref.worker_id, record.reason, record.token_count)
@@ -331,7 +274,7 @@ def open_fetcher(
         ref=ref,
         engine=engine,
         receiver=receiver,
-        rule=FetchRule(config.prefix_fetch_min_tokens, lambda: engine.step_times),
+        rule=FetchRule(config.prefix_fetch_gain),
         timeout_s=config.kv_fetch_timeout_s,
         on_ended=count,
         open_channel=lambda endpoint: open_channel(endpoint, config),

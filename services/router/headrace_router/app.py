@@ -31,11 +31,13 @@ from headrace_frontend.running.runner import RequestRunner
 from headrace_frontend.running.tracer import RequestTracer
 from headrace_frontend.tenants import load_tenants
 from headrace_kv.layout import WorkerRef
+from headrace_kv.prefix.fetch_rule import FetchRule
 from headrace_router.adapters import AdapterChanges, ListMembers, no_registry
 from headrace_router.config import RouterConfig
 from headrace_router.dispatch.dispatcher import PolicySource, RequestDispatcher
 from headrace_router.dispatch.moves import Moves
 from headrace_router.dispatch.own_prompts import OwnPrompts
+from headrace_router.dispatch.prefix_fetch import PrefixFetches
 from headrace_router.early_refusal import EarlyRefusal
 from headrace_router.incident.recording import CHECKPOINT_S, Recorder
 from headrace_router.load import LoadReader, LoadRecorder
@@ -151,6 +153,11 @@ class Router:
             on_prediction=self.metrics.record_prediction,
             on_refusal=self.metrics.count_early_refusal,
         )
+        sign = _task_signer(ticket_key)
+        self.fetches = PrefixFetches(
+            *(self.workers, self.prefixes.cached, ticket_key.public.key_id, sign),
+            *(self.metrics.prefix_fetched, FetchRule(config.prefix_fetch_gain)),
+        )
         self._dispatcher = RequestDispatcher(
             workers=self.workers,
             queue=self.queue,
@@ -161,9 +168,10 @@ class Router:
             migration_wait_s=config.worker_wait_s,
             on_migration=self.metrics.count_migration,
             clocks=self._clocks,
+            fetches=self.fetches,
             check_placed=refusal.check_placed,
         )
-        self.moves = Moves(self._dispatcher, _task_signer(ticket_key), self.metrics.count_move)
+        self.moves = Moves(self._dispatcher, sign, self.metrics.count_move)
         self.runner = self.parts.run_by(self._new_runner(refusal, load))
         adapters = AdapterChanges(list_members, self._open_channel, codecs, self.workers.table)
         self._batches = None if folder is None else Batches(self.parts, folder)

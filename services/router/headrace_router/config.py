@@ -17,12 +17,14 @@ from headrace_common.config import (
     NonNegativeSeconds,
     OptionalHostPort,
     OptionalWorkerId,
+    PrefixFetchGain,
     ServiceConfig,
     TextList,
     checked_by,
     require_order,
 )
 from headrace_frontend.config import FrontendConfig
+from headrace_kv.prefix.fetch_rule import DEFAULT_GAIN
 from headrace_text.model_hub import parse_hub_model
 
 
@@ -102,6 +104,7 @@ class RouterConfig(FrontendConfig, ClientFacingConfig):
         description="MiB of batch_folder for all tenants. A tenant may have as many as are free still, so a single one "
         "has half of them at most. Raise it for larger batches.",
     )
+    prefix_fetch_gain: PrefixFetchGain = DEFAULT_GAIN
     slow_trace_s: NonNegativeSeconds = Field(
         10.0,
         description="A time to the first token above this makes a request slow. Traces of slow and of failed requests "

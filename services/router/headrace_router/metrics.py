@@ -126,6 +126,8 @@ class RouterMetrics(RequestCounter):
         """Counts a response that has started and needs another attempt, by the error's reason."""
         self.count_move = store.counter(schema.METRIC_MOVES).count
         """Counts a move, by "moved" or an error's reason, and by what asked for it."""
+        self._fetches = store.counter(schema.METRIC_PREFIX_FETCHES)
+        self._fetched_tokens = store.counter(schema.METRIC_PREFIX_FETCHED_TOKENS)
         self.count_dropped_spans = store.counter(schema.METRIC_TRACE_SPANS_DROPPED).add
         """Counts spans that the trace store dropped, by the bound. Any thread may call it."""
         self.count_refused = store.counter(schema.METRIC_CALLERS_REFUSED).add
@@ -158,6 +160,12 @@ class RouterMetrics(RequestCounter):
         gauges = _gauges(queue, admission, prefixes, workers, codecs)
         self._gauges = [(store.gauge(name), read) for name, read in gauges.items()]
         self._task = metrics.start_sampling(self.sample)
+
+    def prefix_fetched(self, worker_id: str, reason: str, token_count: int) -> None:
+        """A fetch of a prefix for a decode worker has ended: `reason` is an error's, or empty."""
+        self._fetches.add(1, worker_id, reason or "done")
+        if not reason:
+            self._fetched_tokens.add(token_count, worker_id)
 
     def count_failure(self, error: BaseException) -> None:
         if isinstance(error, HeadraceError):

@@ -34,10 +34,6 @@ FEATURES = (
     "inferencePool.enabled=true",
     "planner.enabled=true",
 )
-FETCH = "prefill.settings.prefix_fetch_min_tokens=64"
-BOTH_FETCH = "worker.settings.prefix_fetch_min_tokens=64"
-RDMA = "prefill.rdma.enabled=true"
-BOTH_RDMA = "worker.rdma.enabled=true"
 
 Reach = tuple[str, tuple[int, int], str]
 """A component, the first and last of its ports, and a caller: a component, or every address."""
@@ -95,11 +91,8 @@ PORTS: dict[str, list[tuple[str, tuple[int, int]]] | None] = {
 # Words of the third cell, the longer ones first.
 CALLERS: dict[str, set[str]] = {
     "probes of its own host": set(),
-    "workers that compute prompts": {"prefill", "worker"},
-    "workers that generate": {"decode", "worker"},
     "browsers of operators": {"operator"},
     "clients with a ticket": {"every address"},
-    "decode workers": {"decode"},
     "workers": {"prefill", "decode", "worker"},
     "operators": {"operator"},
     "planners": {"planner"},
@@ -110,27 +103,10 @@ CALLERS: dict[str, set[str]] = {
 }
 
 
-def callers_of(row: Row, component: str, flags: tuple[str, ...]) -> set[str]:
-    """What a row permits, with the features of `flags`."""
-    text = row.callers
-    if "workers of the other duty" in text:
-        other = CALLERS[
-            f"workers that {'generate' if component == 'prefill' else 'compute prompts'}"
-        ]
-        if component == "worker" and BOTH_FETCH in flags:
-            other = other | {"decode"}
-        optional = component == "prefill" and FETCH not in flags
-        return set() if optional else other
+def callers_of(row: Row) -> set[str]:
+    """What a row permits."""
     found: set[str] = set()
-    main, _, conditional = text.partition(", and with `prefix_fetch_min_tokens` ")
-    if conditional and (FETCH if component == "prefill" else BOTH_FETCH) in flags:
-        main = f"{main}, {conditional}"
-    over_rdma = ", and at workers of both roles over RDMA or with `prefix_fetch_min_tokens` "
-    main, _, both = main.partition(over_rdma)
-    if both and component == "worker" and {BOTH_RDMA, BOTH_FETCH} & {*flags}:
-        main = f"{main}, {both}"
-    if " over RDMA or with `prefix_fetch_min_tokens`, else nothing" in main:
-        main = main.partition(" over RDMA")[0] if {FETCH, RDMA} & {*flags} else ""
+    main = row.callers
     for words, callers in CALLERS.items():
         if words in main:
             found |= callers
@@ -140,12 +116,12 @@ def callers_of(row: Row, component: str, flags: tuple[str, ...]) -> set[str]:
     return found
 
 
-def documented(flags: tuple[str, ...]) -> set[Reach]:
+def documented() -> set[Reach]:
     return {
         (component, ports, caller)
         for row in rows()
         for component, ports in PORTS[row.port] or ()
-        for caller in callers_of(row, component, flags)
+        for caller in callers_of(row)
     }
 
 
@@ -185,11 +161,9 @@ def test_every_row_of_the_table_is_covered() -> None:
     assert {row.port for row in rows()} == PORTS.keys()
 
 
-@pytest.mark.parametrize(
-    "flags", [FEATURES, (*FEATURES, FETCH), (*FEATURES, BOTH_FETCH), ("router.http=false",)]
-)
+@pytest.mark.parametrize("flags", [FEATURES, ("router.http=false",)])
 def test_the_policies_equal_the_table(flags: tuple[str, ...]) -> None:
-    wanted, found = documented(flags), permitted(flags)
+    wanted, found = documented(), permitted(flags)
     if flags[0] not in FEATURES:
         # Ports of features that are off.
         open_ports = {
@@ -223,15 +197,6 @@ def test_nothing_else_reaches_a_pod() -> None:
     for workload in workloads(trial(FEATURES)).values():
         assert labels <= workload["spec"]["template"]["metadata"]["labels"].items()
     assert {policy["spec"]["policyTypes"][0] for policy in policies.values()} == {"Ingress"}
-
-
-def test_over_rdma_a_handshake_connects_back() -> None:
-    plain, rdma = permitted(FEATURES), permitted((*FEATURES, RDMA))
-    assert rdma - plain == {("prefill", MOONCAKE, "decode"), ("prefill", MOONCAKE, "worker")}
-    assert rdma == documented((*FEATURES, RDMA))
-    both = permitted((*FEATURES, BOTH_RDMA))
-    assert both - plain == {("worker", MOONCAKE, "decode")}
-    assert both == documented((*FEATURES, BOTH_RDMA))
 
 
 def test_peers_of_values_are_added() -> None:

@@ -182,6 +182,11 @@ async def test_a_transfer_of_a_router_takes_tickets_of_that_router_only(
         (Role.ROUTER, {"target_transfer_id": "x9", "transfer_id": "x1"}, NotFound),
         # The last token has no KV.
         (Role.ROUTER, {"target_transfer_id": "x9", "end_token": 42}, InvalidRequest),
+        # Of given tokens, without a request.
+        (Role.PREFILL, {"transfer_id": "", "target_transfer_id": "x9"}, PermissionDenied),
+        (Role.DECODE, {"transfer_id": "", "target_transfer_id": "x9"}, PermissionDenied),
+        (Role.ROUTER, {"transfer_id": ""}, InvalidRequest),
+        (Role.ROUTER, {"transfer_id": "", "target_transfer_id": "x9"}, InvalidRequest),
     ],
 )
 async def test_kv_of_an_answer_is_sent_to_a_decode_worker_for_routers_only(

@@ -30,11 +30,12 @@ from headrace_engine.interface import Engine, Released
 from headrace_engine.sim.engine import SimEngine
 from headrace_kv.layout import KvDescriptor, WorkerRef
 from headrace_kv.leases import Timers
+from headrace_kv.prefix.fetch_rule import FetchRule
 from headrace_kv.receive.receiver import Receiver
 from headrace_kv.receive.service import HandoffServicer
 from headrace_kv.tickets import RouterTickets
 from headrace_kv.transport.base import KvTransport
-from headrace_prefill.prefix_fetch import FetchRecord, FetchRule, PrefixFetcher
+from headrace_prefill.prefix_fetch import FetchRecord, PrefixFetcher
 from headrace_prefill.worker import PrefillWorker
 from tests.component.engine.sim.support import engine_config, uses
 from tests.linked_call import LinkedCall
@@ -201,7 +202,6 @@ async def fetching_workers(
     prefill: dict[str, Any] | None = None,
     decode: dict[str, Any] | None = None,
     decode_transports: Callable[[], KvTransport] | None = None,
-    min_tokens: int = 8,
     timeout_s: float = 60.0,
     telemetry: Telemetry | None = None,
     prefill_timers: Timers | None = None,
@@ -238,7 +238,7 @@ async def fetching_workers(
             stack.push_async_callback(asyncio.to_thread, spans.shutdown)
         workers = await serve(
             *(stack, Workers, prefill_side, decode_side, spans),
-            *(FetchRule(min_tokens, lambda: prefill_side.step_times), timeout_s),
+            *(FetchRule(0.0), timeout_s),
             prefill_timers=prefill_timers,
         )
         free = workers.free_blocks()

@@ -41,7 +41,7 @@ async def test_a_worker_fetches_what_the_other_one_has_of_a_prompt(
         "prefix_fetched",
         lambda metrics, worker_id, reason, token_count: fetches.append((reason, token_count)),
     )
-    async with running(prefix_fetch_min_tokens=8, kv_fetch_timeout_s=20) as pair:
+    async with running(prefix_fetch_gain=0, kv_fetch_timeout_s=20) as pair:
         prompt: list[int] = []
         for turn in range(TURNS_MAX):
             prompt += prompt_of(40, turn)

@@ -53,7 +53,7 @@ async def divided(workers: Workers, length: int, name: str = "") -> str:
 async def test_two_prefill_workers_compute_one_prompt(
     first_token: first_token_pb2.FirstTokenPolicy.ValueType,
 ) -> None:
-    async with running(DIVIDED, roles=POOLS, prefix_fetch_min_tokens=8) as workers:
+    async with running(DIVIDED, roles=POOLS, prefix_fetch_gain=0) as workers:
         workers.rig.policy.first_token = first_token
         for length in (DIVIDED_AT + 2, 500, 700):
             assert await divided(workers, length, f"r{length}") == SECOND
@@ -108,7 +108,7 @@ async def test_the_loss_of_a_worker_at_each_layer_costs_time_only(
 
     monkeypatch.setattr(StepExecutor, "layer_written", lose)
     monkeypatch.setattr(prefix_fetch, "late_layers_s", lambda times, tokens: 0.5)
-    async with running(DIVIDED, roles=POOLS, prefix_fetch_min_tokens=8) as workers:
+    async with running(DIVIDED, roles=POOLS, prefix_fetch_gain=0) as workers:
         # One of both computes it again, alone.
         assert await divided(workers, 700) in (FIRST, SECOND)
         assert names
@@ -117,7 +117,7 @@ async def test_the_loss_of_a_worker_at_each_layer_costs_time_only(
 @pytest.mark.parametrize("lost", [FIRST, SECOND])
 async def test_a_killed_worker_costs_time_only(lost: str, monkeypatch: pytest.MonkeyPatch) -> None:
     killing = list[str]()
-    async with running(DIVIDED, roles=POOLS, prefix_fetch_min_tokens=8) as workers:
+    async with running(DIVIDED, roles=POOLS, prefix_fetch_gain=0) as workers:
         written = StepExecutor.layer_written
 
         def kill(executor: StepExecutor, number: int) -> None:

@@ -238,13 +238,24 @@ class ConnectorScheduler:
             self._planner.wait_for_event(idle_s)
         scheduled = tuple(scheduled_requests(scheduler_output))
         preempted_ids = scheduler_output.preempted_req_ids or ()
-        plan = self._planner.plan_step(scheduled, preempted_ids)
+        plan = self._planner.plan_step(scheduled, preempted_ids, self._written)
         self._plan_tiers(plan, scheduled, preempted_ids)
         # The end of a load is a result of a step that plans nothing.
         has_results = computes or plan != StepPlan() or self._is_loading
         self._steps_under_way.add(has_results=has_results)
         self._peers.step_planned(scheduler_output, plan)
         return plan
+
+    def _written(self, request: ScheduledRequest) -> Iterator[int]:
+        """The blocks into which a step writes KV of a request. vLLM may have cached them already."""
+        manager = self._kv_cache_manager
+        end = request.computed_tokens + request.step_tokens
+        if manager is not None:
+            groups = manager.kv_cache_config.kv_cache_groups
+            found = manager.get_block_ids(request.request_id)
+            for group, block_ids in zip(groups, found, strict=True):
+                size = group.kv_cache_spec.block_size
+                yield from block_ids[request.computed_tokens // size : -(-end // size)]
 
     def request_left(self, request: Request) -> None:
         """A request gives up its blocks. What lacks KV in them is evicted from the prefix cache."""

@@ -24,6 +24,7 @@ from headrace_router.costs import Candidates, TokenTargets
 from headrace_router.dispatch.attempt import Attempt
 from headrace_router.dispatch.messages import BY_DECODE, first_token_maker
 from headrace_router.dispatch.messages import Policy as FirstTokenMaker
+from headrace_router.dispatch.prefix_fetch import PrefixFetches
 from headrace_router.dispatch.retry_policy import TAKEN_SLOT_PAUSE_S, RetryState
 from headrace_router.placement import (
     AnswerLengths,
@@ -67,6 +68,7 @@ class RequestDispatcher:
     on_migration: Callable[[str], None]
     """Gets the error's reason each time that a response that has started needs another attempt."""
     clocks: WorkerClocks
+    fetches: PrefixFetches
     check_placed: Callable[[AdmittedRequest, Decision], None] = lambda request, decision: None
     """May raise an error by the first placement of a request."""
     running: dict[int, Attempt] = field(default_factory=dict, init=False)
@@ -113,6 +115,9 @@ class RequestDispatcher:
                     pause_s = min(_AVOIDED_WORKER_PAUSE_S, request.deadline.remaining_s())
                     await asyncio.sleep(pause_s)
                 number += 1
+                if number == 1 and not generated:
+                    load = load_reservation
+                    await self.fetches.fetch(request, token_ids, decision, load, record)
                 terms = self._terms(request, token_ids, decision, retries)
                 attempt = Attempt(
                     self.queue,

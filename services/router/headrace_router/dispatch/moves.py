@@ -11,14 +11,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeAlias
+from typing import Final, TypeAlias
 
-import grpc.aio
-
-from headrace.decode.v1 import decode_pb2
-from headrace.inference.v1 import sampling_pb2
-from headrace.kv.v1 import prefix_pb2, prefix_pb2_grpc
-from headrace.prefill.v1 import prefill_pb2
+from headrace.kv.v1 import prefix_pb2
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import (
     Cancelled,
@@ -30,17 +25,11 @@ from headrace_common.errors import (
     NotFound,
     QueueFull,
 )
-from headrace_common.identity import new_transfer_id
-from headrace_common.rpc.status import error_from_rpc
-from headrace_common.rpc.token_ids import token_ids_message
-from headrace_common.rpc.trace_context import carrier_of
 from headrace_common.tasks import BackgroundTasks
-from headrace_frontend.request.validation import decode_request
-from headrace_kv.compatibility import layout_hash
 from headrace_kv.layout import STATE, WorkerRef
-from headrace_router.decode_link.answer import LinkedAnswer, Logprobs
 from headrace_router.dispatch.attempt import Attempt
 from headrace_router.dispatch.dispatcher import RequestDispatcher
+from headrace_router.dispatch.prefix_fetch import KvSource, Warming, first_of
 from headrace_router.dispatch.retry_policy import TAKEN_SLOT_PAUSE_S
 from headrace_router.placement import Decision
 from headrace_router.prefill_queue.task import SignTask
@@ -64,38 +53,6 @@ _IDLE_S: Final = 0.2
 
 CountMove: TypeAlias = Callable[[str, str], None]
 """Counts a move by its outcome, "moved" or an error's reason, and by what has asked for it."""
-
-
-class _Warmed(LinkedAnswer):
-    """A request on the target for the KV of its prompt. Its first token is not used."""
-
-    def __init__(self, vocabulary_size: int) -> None:
-        loop = asyncio.get_running_loop()
-        self.vocabulary_size = vocabulary_size
-        self.reserved: asyncio.Future[decode_pb2.Reserved] = loop.create_future()
-        self.ended: asyncio.Future[HeadraceError | None] = loop.create_future()
-        """Done when the target has the KV, or with its error."""
-
-    def reserve(self, reserved: decode_pb2.Reserved) -> None:
-        if not self.reserved.done():
-            self.reserved.set_result(reserved)
-
-    def add_batch(self, token_ids: Any, logprobs: Logprobs, prompt_logprobs: Logprobs) -> bool:
-        self._end(None)
-        return True
-
-    def finish(self, finished: decode_pb2.Finished) -> None:
-        self._end(None)
-
-    def worker_failed(self, error: HeadraceError) -> None:
-        self._end(error)
-
-    def fail(self, error: Exception) -> None:
-        self._end(error if isinstance(error, HeadraceError) else HeadraceError(str(error)))
-
-    def _end(self, error: HeadraceError | None) -> None:
-        if not self.ended.done():
-            self.ended.set_result(error)
 
 
 @dataclass(eq=False, slots=True)
@@ -136,7 +93,7 @@ class _Course:
 
         False when the source cannot send.
         """
-        attempt, request = self.attempt, self.attempt.request
+        attempt, request, target = self.attempt, self.attempt.request, self.decision.worker
         prepared, generated = request.prepared, request.response.generated
         _require_running(attempt)
         token_ids = prepared.token_ids + array("I", generated)
@@ -144,89 +101,29 @@ class _Course:
         end -= end % attempt.worker.layout.block_tokens
         if any(end < one.start_token + one.token_count for one in prepared.images) or not end:
             return True
-        incarnation = self.decision.worker.ref.incarnation
-        call = decode_request(
-            prepared, new_transfer_id(), incarnation=incarnation, remote_prefill=remote
-        )
-        # Admitted with the growth of the answer, so that this has room too.
-        left = prepared.sampling.max_tokens - len(generated)
-        call.sampling.CopyFrom(sampling_pb2.SamplingParams(temperature=0.0, max_tokens=left))
-        call.ticket_key_id = self.dispatcher.ticket_key_id
-        for name in ("stop_token_ids", "keep"):
-            call.ClearField(name)
-        warmed = _Warmed(attempt.vocabulary_size)
+        source = None
+        if remote:
+            asked = prefix_pb2.SendPrefixRequest(
+                transfer_id=attempt.transfer_id,
+                generated_token_ids=generated[len(attempt.given) :],
+            )
+            source = KvSource(attempt.decode_worker, attempt.load.links.channel, asked)
         load = self._reserve()
-        link = load.links.usable()
-        link.open(
-            call,
-            token_ids_message(token_ids[: end + 1]),
-            request.deadline,
-            carrier_of(request.record.context),
-            warmed,
-            prepared.images,
-        )
+        warming = Warming(request, target, load, self.dispatcher.ticket_key_id, self.sign)
         try:
-            async with asyncio.timeout(min(WARM_S, request.deadline.remaining_s())):
-                return await self._warmed_by(call, warmed, generated[len(attempt.given) :])
-        except TimeoutError:
-            raise DeadlineExceeded("the KV did not arrive at the target in time") from None
+            sent_bytes = await warming.run(
+                token_ids[: end + 1],
+                # Admitted with the growth of the answer, so that this has room too.
+                prepared.sampling.max_tokens - len(generated),
+                source,
+                WARM_S,
+                attempt.ended,
+            )
         finally:
-            link.release(warmed)
             load.release()
-
-    async def _warmed_by(
-        self, call: decode_pb2.GenerateRequest, warmed: _Warmed, generated: tuple[int, ...]
-    ) -> bool:
-        """Returns when the target has the KV. False when the source cannot send."""
-        source = self.attempt
-        await _first_of(source.ended, warmed.reserved, warmed.ended)
-        asking: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        if warmed.reserved.done() and not source.ended.done():
-            reserved = warmed.reserved.result()
-            if reserved.start_token < reserved.end_token:
-                asking = asyncio.ensure_future(self._send(call, reserved, generated))
-        try:
-            await _first_of(source.ended, warmed.ended, asking)
-            if asking.done():
-                self._payload_bytes = asking.result().payload_bytes
-                await _first_of(source.ended, warmed.ended)
-        except grpc.aio.AioRpcError as error:
-            detail = error_from_rpc(error).detail
-            _LOG.info("%s does not send KV: %s", source.decode_worker, detail)
-            return False
-        finally:
-            asking.cancel()
-        _require_running(source)
-        if (failure := warmed.ended.result()) is not None:
-            raise failure
-        return True
-
-    def _send(
-        self,
-        call: decode_pb2.GenerateRequest,
-        reserved: decode_pb2.Reserved,
-        generated: tuple[int, ...],
-    ) -> Any:
-        """Has the source send what the target lacks."""
-        source, target = self.attempt, self.decision.worker
-        task = prefill_pb2.PrefillTask(
-            transfer_id=call.transfer_id,
-            decode_worker_id=target.ref.worker_id,
-            decode_incarnation=target.ref.incarnation,
-        )
-        asked = prefix_pb2.SendPrefixRequest(
-            transfer_id=source.transfer_id,
-            worker_id=target.ref.worker_id,
-            incarnation=target.ref.incarnation,
-            ticket=self.sign(task, source.decode_worker, layout_hash(target.layout)),
-            start_token=reserved.start_token,
-            end_token=reserved.end_token,
-            target_transfer_id=call.transfer_id,
-            target_endpoint=target.endpoint,
-            generated_token_ids=generated,
-        )
-        stub = prefix_pb2_grpc.PrefixServiceStub(source.load.links.channel)
-        return stub.SendPrefix(asked, timeout=WARM_S)
+        _require_running(attempt)
+        self._payload_bytes = sent_bytes or 0
+        return sent_bytes is not None
 
     async def _switch(self) -> Move:
         """The target continues after the tokens that the client has, and the source's are held until it does."""
@@ -238,7 +135,7 @@ class _Course:
         target = self.dispatcher.continue_on(source, self.decision, self._reserve(), moved, move)
         source.hold()
         try:
-            await _first_of(moved, target.ended, source.ended, timeout_s=SWITCH_S)
+            await first_of(moved, target.ended, source.ended, timeout_s=SWITCH_S)
         finally:
             if not moved.done():
                 source.let_go()
@@ -363,10 +260,6 @@ class Moves:
             _LOG.info("answer %s stays on %s: %s", name, attempt.decode_worker, error.detail)
             if not isinstance(error, InvalidRequest):
                 retry_s[attempt] = time.monotonic() + _PAUSE_S
-
-
-async def _first_of(*events: asyncio.Future[Any], timeout_s: float | None = None) -> None:
-    await asyncio.wait(set(events), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
 
 
 def _require_running(attempt: Attempt) -> None:

@@ -63,9 +63,11 @@ class Regret(NamedTuple):
 
 
 class Move(NamedTuple):
-    """A move of a running answer: its workers, the bytes of KV from the source, and when by the monotonic clock.
+    """A move of a running answer, or the fetch of a prefix: its workers, the bytes of KV from the source, and when by
+    the monotonic clock.
 
-    `gap_ns` is the time without a token for the client.
+    `gap_ns` is the time of a move without a token for the client. `tokens` are those of a fetch, and `reason` is its
+    error's, or empty.
     """
 
     source: str
@@ -74,6 +76,19 @@ class Move(NamedTuple):
     start_ns: int
     end_ns: int = 0
     gap_ns: int = 0
+    tokens: int = 0
+    reason: str = ""
+
+    def attributes(self) -> Attributes:
+        """Those of its span."""
+        own: Attributes = {schema.ATTRIBUTE_TOKENS: self.tokens}
+        if self.gap_ns:
+            own = {schema.ATTRIBUTE_MOVE_GAP_MS: self.gap_ns / 1e6}
+        return own | {
+            schema.ATTRIBUTE_MOVE_SOURCE_WORKER_ID: self.source,
+            schema.ATTRIBUTE_DECODE_WORKER_ID: self.target,
+            schema.ATTRIBUTE_PAYLOAD_BYTES: self.payload_bytes,
+        }
 
 
 class PrefillTaskRecord(NamedTuple):
@@ -101,6 +116,10 @@ class RoutedAttempt(AttemptRecord):
     number: int = 0
     moved: asyncio.Future[Move] | None = None
     """The move that it began with, done before its first token."""
+    fetches: list[Move] = field(default_factory=list)
+    """The fetch that it began with, if any."""
+    more_receipts: list[receipt_pb2.Receipt] = field(default_factory=list)
+    """Of further requests to its decode worker."""
     prefill_worker_id: str = ""
     tasks_ahead: int = 0
     priority: str = ""
@@ -204,19 +223,23 @@ class RoutedAttempt(AttemptRecord):
         if done is None and queued is not None and queued.outcome.done():
             done = queued.outcome.result().done
         tasks = [] if self.part is None else [self.part[:3]]
+        decode = self.worker_id("decode")
         if done is not None:
-            tasks.append((self.prefill_worker_id, self.worker_id("decode"), done))
+            tasks.append((self.prefill_worker_id, decode, done))
+        sent = [(source, destination, one.payload_bytes) for source, destination, one in tasks]
+        sent += [(one.source, decode, one.payload_bytes) for one in self.fetches]
         links = [
             receipt_pb2.LinkUse(
                 source_worker_id=source,
                 destination_worker_id=destination,
-                payload_bytes=one.payload_bytes,
+                payload_bytes=payload_bytes,
             )
-            for source, destination, one in tasks
-            if one.payload_bytes
+            for source, destination, payload_bytes in sent
+            if payload_bytes
         ]
         found = self._receipt(None, *links)
-        return found._replace(parts=[*(one.receipt for *_, one in tasks), *found.parts])
+        computed = (one.receipt for *_, one in tasks)
+        return found._replace(parts=[*computed, *found.parts, *self.more_receipts])
 
     def close(self) -> None:
         self._answer = self._queued = self.outcome = None
@@ -286,19 +309,12 @@ class RoutedAttempt(AttemptRecord):
             )
         if own is None or decision is None:
             return
+        begun = [(schema.SPAN_PREFIX_FETCH, one) for one in self.fetches]
         if self.moved is not None:
-            move = self.moved.result()
-            yield maker.of_steps(
-                schema.SPAN_MOVE,
-                request.context,
-                (move.start_ns // 1_000, move.end_ns // 1_000),
-                {
-                    schema.ATTRIBUTE_MOVE_SOURCE_WORKER_ID: move.source,
-                    schema.ATTRIBUTE_DECODE_WORKER_ID: move.target,
-                    schema.ATTRIBUTE_PAYLOAD_BYTES: move.payload_bytes,
-                    schema.ATTRIBUTE_MOVE_GAP_MS: move.gap_ns / 1e6,
-                },
-            )
+            begun.append((schema.SPAN_MOVE, self.moved.result()))
+        for name, one in begun:
+            times = (one.start_ns // 1_000, one.end_ns // 1_000)
+            yield maker.of_steps(name, request.context, times, one.attributes(), one.reason)
         begin = self.start or self.route_end or self.end
         earlier = request.attempts[: request.attempts.index(self)]
         paused = max((one.end or begin for one in earlier), default=begin)

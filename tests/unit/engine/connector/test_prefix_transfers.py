@@ -185,16 +185,24 @@ def test_params_of_a_prefix_are_equal_after_conversion() -> None:
 
 
 def send_cached(
-    groups: Any = ATTENTION, *, computed: int = 96, blocks: Any = (BLOCK_IDS[:4],)
+    groups: Any = ATTENTION,
+    *,
+    computed: int = 96,
+    blocks: Any = (BLOCK_IDS[:4],),
+    written: int = BLOCK_IDS[4],
 ) -> tuple[StepPlanner, StepPlan]:
-    """A request for the first 96 tokens, of which prefill lacks 64, and its first step. `computed` are cached."""
+    """A request for the first 96 tokens, of which prefill lacks 64, and its first step. `computed` are cached.
+
+    The step also writes the block `written` of another request.
+    """
     planner, _, reserved = new_planner(groups)
     params = SendParams(target_of(32, 96), cached_only=True)
     assert planner.missing_tokens(params, 97, computed) == 0
     planner.blocks_allocated("r", params, blocks, 97, 0, never)
     assert reserved == []
     request = ScheduledRequest("r", computed, 97 - computed, blocks, True)
-    return planner, planner.plan_step([request], ())
+    other = ScheduledRequest("other", 0, 32, (), False)
+    return planner, planner.plan_step([request, other], (), lambda one: [written])
 
 
 def test_a_cached_prefix_is_sent_before_the_step_and_its_blocks_stay_until_the_ranks_are_quiet() -> (
@@ -214,6 +222,12 @@ def test_a_prefix_that_is_not_cached_any_more_is_refused() -> None:
     assert (plan.opened, plan.ready, plan.computed, plan.refused) == ([], [], [], ["x1"])
     assert planner.request_finished("r") is not None
     assert planner.plan_step((), ()).finished_sends == {"r": "x1"}
+
+
+def test_a_prefix_that_another_request_computes_in_the_step_is_refused() -> None:
+    """vLLM finds blocks in its cache as soon as a step with them is planned."""
+    _, plan = send_cached(written=BLOCK_IDS[1])
+    assert (plan.opened, plan.ready, plan.computed, plan.refused) == ([], [], [], ["x1"])
 
 
 def test_a_prefix_of_a_window_is_sent_from_the_blocks_of_its_own_request() -> None:
