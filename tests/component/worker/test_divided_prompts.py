@@ -17,7 +17,7 @@ from tests.suite.deployment import greedy, prompt_of
 from tests.waiting import until
 
 LAYERS = 4
-DIVIDED = f"{MODEL},layers={LAYERS},prefill_s_per_token=0.0005,decode_step_s=0.002"
+DIVIDED = f"{MODEL},layers={LAYERS},prefill_s_per_token=0.001,decode_step_s=0.002"
 DIVIDED_AT = 320
 POOLS: dict[WorkerRole, int] = {"prefill": 2, "decode": 1}
 FIRST, SECOND = "prefill-0", "prefill-1"
