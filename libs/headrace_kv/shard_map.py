@@ -153,10 +153,13 @@ def _leader_cycle(decode_tp: int, head_count: int, width: int) -> int:
 def _edges_of_turn(
     prefill: KvLayout, decode: KvLayout, first_turn: int
 ) -> tuple[tuple[Edge, ...], ...]:
-    return tuple(
+    # Layers with equal edges share them.
+    shared: dict[tuple[Edge, ...], tuple[Edge, ...]] = {}
+    every = (
         tuple(_edges_of_layer(prefill, decode, layer, first_turn + layer))
         for layer in range(decode.layer_count)
     )
+    return tuple(shared.setdefault(found, found) for found in every)
 
 
 def _edges_of_layer(prefill: KvLayout, decode: KvLayout, layer: int, turn: int) -> Iterator[Edge]:
