@@ -33,8 +33,6 @@ def digest_share(mode: DigestMode) -> float:
 
 def is_digested(share: float, transfer_id: str, layer: int) -> bool:
     """Whether a layer of a transfer has digests. Gives the same answer on both sides."""
-    if share <= 0.0:
-        return False
     return xxh3_64_intdigest(f"{layer}:{transfer_id}".encode()) < share * 2.0**64
 
 

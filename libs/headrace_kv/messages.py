@@ -74,10 +74,15 @@ class Reservation:
         return ""
 
 
-def first_sent_tokens(layout: KvLayout, reservation: Reservation) -> tuple[int, ...]:
-    """The first token of the reservation that is sent, by cache group. Its end for a group of which none is."""
+def first_sent_tokens(layout: KvLayout, reservation: Reservation) -> dict[int, int]:
+    """The first token of the reservation that is sent, by layer. Its end for a layer of which none is."""
     start, end = reservation.start_token, reservation.end_token
-    return tuple(group.first_sent_token(start, end) for group in layout.groups)
+    return {
+        layer: first
+        for group in layout.groups
+        for first in (group.first_sent_token(start, end),)
+        for layer in group.layers
+    }
 
 
 @dataclass(frozen=True, slots=True)

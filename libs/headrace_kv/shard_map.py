@@ -97,60 +97,50 @@ def shards(tensor_parallel_size: int, head_count: int) -> tuple[Shard, ...]:
     return tuple(found)
 
 
-def edges(prefill: KvLayout, decode: KvLayout, layer: int, transfer_id: str) -> tuple[Edge, ...]:
-    """Every edge of one layer that crosses the network, by destination rank and head.
+def edges(prefill: KvLayout, decode: KvLayout, transfer_id: str) -> tuple[tuple[Edge, ...], ...]:
+    """Every edge that crosses the network: for each layer, by destination rank and head.
 
     Raises LayoutMismatch as `shards` does.
     """
-    return _edges_of_turn(
-        *_shape(prefill, decode, layer), _turn(prefill, decode, layer, transfer_id)
-    )
+    return _edges_of_turn(prefill, decode, transfer_seed(transfer_id) % _turns(prefill, decode))
 
 
 def edges_from(
-    source_rank: int, prefill: KvLayout, decode: KvLayout, layer: int, transfer_id: str
-) -> tuple[Edge, ...]:
-    """The edges of one layer that leave one prefill rank."""
-    turn = _turn(prefill, decode, layer, transfer_id)
-    return _edges_of_source(*_shape(prefill, decode, layer), turn, source_rank)
+    source_rank: int, prefill: KvLayout, decode: KvLayout, transfer_id: str
+) -> tuple[tuple[Edge, ...], ...]:
+    """The edges that leave one prefill rank, for each layer."""
+    turn = transfer_seed(transfer_id) % _turns(prefill, decode)
+    return _edges_of_source(prefill, decode, turn, source_rank)
 
 
-def local_edges(decode: KvLayout, layer: int, transfer_id: str) -> tuple[Edge, ...]:
-    """The edges of one layer from decode's leaders to the other ranks of their hosts, by destination rank.
+def local_edges(decode: KvLayout, transfer_id: str) -> tuple[tuple[Edge, ...], ...]:
+    """The edges from decode's leaders to the other ranks of their hosts: for each layer, by destination rank.
 
     Raises LayoutMismatch as `shards` does.
     """
-    tp, width = decode.tensor_parallel_size, decode.broadcast_width
-    head_count = decode.group_of(layer).head_count
-    turn = (transfer_seed(transfer_id) + layer) % _leader_cycle(tp, head_count, width)
-    return _local_edges_of_turn(tp, decode.stage_of(layer), head_count, width, turn)
+    return _local_edges_of_turn(decode, transfer_seed(transfer_id) % _turns(decode, decode))
 
 
-def _shape(prefill: KvLayout, decode: KvLayout, layer: int) -> tuple[int, int, int, int, int, int]:
-    return (
-        prefill.tensor_parallel_size,
-        prefill.stage_of(layer),
-        decode.tensor_parallel_size,
-        decode.stage_of(layer),
-        decode.group_of(layer).head_count,
-        decode.broadcast_width,
+@lru_cache(maxsize=128)
+def _turns(prefill: KvLayout, decode: KvLayout) -> int:
+    """Number of layers after which the same copies write, and the same ranks lead, in every group."""
+    return lcm(
+        *(
+            cycle
+            for count in {group.head_count for group in decode.groups}
+            for cycle in (
+                _cycle(prefill.tensor_parallel_size, count),
+                _leader_cycle(decode.tensor_parallel_size, count, decode.broadcast_width),
+            )
+        )
     )
 
 
-def _turn(prefill: KvLayout, decode: KvLayout, layer: int, transfer_id: str) -> int:
-    head_count = decode.group_of(layer).head_count
-    writers = _cycle(prefill.tensor_parallel_size, head_count)
-    leaders = _leader_cycle(decode.tensor_parallel_size, head_count, decode.broadcast_width)
-    return (transfer_seed(transfer_id) + layer) % lcm(writers, leaders)
-
-
-@lru_cache(maxsize=1024)
 def _cycle(prefill_tp: int, head_count: int) -> int:
     """Number of layers after which the same copies write again."""
     return lcm(*(shard.copies for shard in shards(prefill_tp, head_count)))
 
 
-@lru_cache(maxsize=1024)
 def _leader_cycle(decode_tp: int, head_count: int, width: int) -> int:
     """Number of layers after which the same ranks lead again."""
     found = shards(decode_tp, head_count)
@@ -159,70 +149,67 @@ def _leader_cycle(decode_tp: int, head_count: int, width: int) -> int:
     return lcm(*(len(host) for shard in found for host in shard.hosts(width)))
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=128)
 def _edges_of_turn(
-    prefill_tp: int,
-    prefill_stage: int,
-    decode_tp: int,
-    decode_stage: int,
-    head_count: int,
-    width: int,
-    turn: int,
-) -> tuple[Edge, ...]:
-    found = []
-    for wanted in shards(decode_tp, head_count):
-        for index, host in enumerate(wanted.hosts(width)):
-            for held in shards(prefill_tp, head_count):
+    prefill: KvLayout, decode: KvLayout, first_turn: int
+) -> tuple[tuple[Edge, ...], ...]:
+    # Layers with equal edges share them.
+    shared: dict[tuple[Edge, ...], tuple[Edge, ...]] = {}
+    every = (
+        tuple(_edges_of_layer(prefill, decode, layer, first_turn + layer))
+        for layer in range(decode.layer_count)
+    )
+    return tuple(shared.setdefault(found, found) for found in every)
+
+
+def _edges_of_layer(prefill: KvLayout, decode: KvLayout, layer: int, turn: int) -> Iterator[Edge]:
+    head_count = decode.group_of(layer).head_count
+    prefill_first = prefill.stage_of(layer) * prefill.tensor_parallel_size
+    decode_first = decode.stage_of(layer) * decode.tensor_parallel_size
+    for wanted in shards(decode.tensor_parallel_size, head_count):
+        for index, host in enumerate(wanted.hosts(decode.broadcast_width)):
+            for held in shards(prefill.tensor_parallel_size, head_count):
                 low = max(wanted.heads.start, held.heads.start)
                 high = min(wanted.heads.stop, held.heads.stop)
                 if low >= high:
                     continue
-                source = held.first_rank + (turn + index) % held.copies
-                found.append(
-                    Edge(
-                        source_rank=prefill_stage * prefill_tp + source,
-                        destination_rank=decode_stage * decode_tp + _leader(host, turn),
-                        source_head=low - held.heads.start,
-                        destination_head=low - wanted.heads.start,
-                        head_count=high - low,
-                    )
+                yield Edge(
+                    source_rank=prefill_first + held.first_rank + (turn + index) % held.copies,
+                    destination_rank=decode_first + _leader(host, turn),
+                    source_head=low - held.heads.start,
+                    destination_head=low - wanted.heads.start,
+                    head_count=high - low,
                 )
-    return tuple(found)
 
 
 def _leader(host: range, turn: int) -> int:
     return host[turn % len(host)]
 
 
-@lru_cache(maxsize=4096)
-def _local_edges_of_turn(
-    decode_tp: int, stage: int, head_count: int, width: int, turn: int
-) -> tuple[Edge, ...]:
-    first = stage * decode_tp
+@lru_cache(maxsize=128)
+def _local_edges_of_turn(decode: KvLayout, first_turn: int) -> tuple[tuple[Edge, ...], ...]:
+    tp = decode.tensor_parallel_size
     return tuple(
-        Edge(first + _leader(host, turn), first + rank, 0, 0, len(shard.heads))
-        for shard in shards(decode_tp, head_count)
-        for host in shard.hosts(width)
-        for rank in host
-        if rank != _leader(host, turn)
+        tuple(
+            Edge(first + _leader(host, turn), first + rank, 0, 0, len(shard.heads))
+            for first in (decode.stage_of(layer) * tp,)
+            for shard in shards(tp, decode.group_of(layer).head_count)
+            for host in shard.hosts(decode.broadcast_width)
+            for rank in host
+            if rank != _leader(host, turn)
+        )
+        for layer, turn in enumerate(range(first_turn, first_turn + decode.layer_count))
     )
 
 
-@lru_cache(maxsize=16_384)
+@lru_cache(maxsize=128)
 def _edges_of_source(
-    prefill_tp: int,
-    prefill_stage: int,
-    decode_tp: int,
-    decode_stage: int,
-    head_count: int,
-    width: int,
-    turn: int,
-    source_rank: int,
-) -> tuple[Edge, ...]:
-    every = _edges_of_turn(
-        prefill_tp, prefill_stage, decode_tp, decode_stage, head_count, width, turn
+    prefill: KvLayout, decode: KvLayout, first_turn: int, source_rank: int
+) -> tuple[tuple[Edge, ...], ...]:
+    return tuple(
+        tuple(edge for edge in found if edge.source_rank == source_rank)
+        for found in _edges_of_turn(prefill, decode, first_turn)
     )
-    return tuple(edge for edge in every if edge.source_rank == source_rank)
 
 
 Dimension = Literal["layer", "part", "block", "head", "token"]

@@ -154,7 +154,7 @@ class SimEngine(Engine):
         self._stepper = Stepper(
             self.model, self._memory, self._pools, self._ranks, shape.settings, self._clock
         )
-        self.broadcast = LocalBroadcast(self.descriptor) if local else None
+        self.broadcast = LocalBroadcast(self.descriptor) if layout.broadcast_width > 1 else None
         self.computes_beside = layout.keeps_all_tokens and not config.tiers.names
         self.max_model_len = shape.max_model_len
         self.vocabulary_size = self.model.vocabulary

@@ -46,11 +46,11 @@ class Ledger:
         self._reservation = reservation
         self._edges: dict[Key, Edge] = {
             (edge.source_rank, edge.destination_rank, layer): edge
-            for layer in range(layout.layer_count)
-            for edge in edges(prefill, layout, layer, reservation.transfer_id)
+            for layer, found in enumerate(edges(prefill, layout, reservation.transfer_id))
+            for edge in found
         }
         starts = first_sent_tokens(layout, reservation)
-        self._covered = {key: starts[layout.group_index(key[2])] for key in self._edges}
+        self._covered = {key: starts[key[2]] for key in self._edges}
         self._missing = {
             key for key, start in self._covered.items() if start < reservation.end_token
         }
@@ -204,12 +204,12 @@ class LocalLedger:
         self._layout = layout
         self.reservation = reservation
         self._edges: dict[tuple[int, int], list[Edge]] = {}
-        for layer in range(layout.layer_count):
-            for edge in local_edges(layout, layer, reservation.transfer_id):
+        for layer, found in enumerate(local_edges(layout, reservation.transfer_id)):
+            for edge in found:
                 self._edges.setdefault((edge.source_rank, layer), []).append(edge)
         starts = first_sent_tokens(layout, reservation)
         self._copied_to: dict[Key, int] = {
-            (leader, edge.destination_rank, layer): starts[layout.group_index(layer)]
+            (leader, edge.destination_rank, layer): starts[layer]
             for (leader, layer), found in self._edges.items()
             for edge in found
         }

@@ -186,7 +186,7 @@ class IncomingTransfer:
     @property
     def active(self) -> bool:
         """Whether it may still complete."""
-        return self.state in ACTIVE_STATES
+        return self.states.state in ACTIVE_STATES
 
     @property
     def quiesced(self) -> bool:
@@ -296,7 +296,7 @@ class IncomingTransfer:
             raise ProtocolViolation(f"{peer} has not opened {self.transfer_id}")
         key = (peer.rank, layer.destination_rank, layer.layer)
         new = self.ledger.land(key, layer.start_token, layer.end_token, layer.payload_bytes)
-        if self.state is TransferState.OPEN:
+        if self.states.state is TransferState.OPEN:
             self._first_ack_unix_ns = time.time_ns()
             self.states.enter(TransferState.RECEIVING)
         if self._on_layers is not None and layer.end_token == self.reservation.end_token:

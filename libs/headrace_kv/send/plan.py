@@ -31,17 +31,14 @@ class WritePlan:
         self._layout = layout
         self._decode_layout = decode_layout
         self._reservation = reservation
-        self._edges = tuple(
-            edges_from(rank, layout, decode_layout, layer, transfer_id)
-            for layer in range(layout.layer_count)
-        )
+        self._edges = edges_from(rank, layout, decode_layout, transfer_id)
         starts = self._starts = first_sent_tokens(decode_layout, reservation)
         self._destination_blocks = tuple(
             np.asarray(block_ids, dtype=np.int64) for block_ids in reservation.block_ids_by_group
         )
         # Both by (layer, decode rank): one past the last token that was claimed, and that has landed.
         self._claimed = {
-            (layer, edge.destination_rank): starts[layout.group_index(layer)]
+            (layer, edge.destination_rank): starts[layer]
             for layer, edges in enumerate(self._edges)
             for edge in edges
         }
@@ -65,7 +62,7 @@ class WritePlan:
             raise InternalError(f"{self._transfer_id}: the engine pushed layer {layer}")
         if self._layout.group_of(layer).kind == STATE:
             layer_range = self._whole_state(layer_range)
-        low = max(layer_range.start_token, self._starts[self._layout.group_index(layer)])
+        low = max(layer_range.start_token, self._starts[layer])
         end = min(layer_range.end_token, reservation.end_token)
         parts = []
         for edge in self._edges[layer]:

@@ -125,9 +125,7 @@ class OutgoingTransfer:
         Raises LayoutMismatch when decode has no ranks to hold the heads.
         """
         rank, own = self._context.rank, self._context.layout
-        layers = range(own.layer_count)
-        count = sum(len(edges_from(rank, own, layout, n, self.transfer_id)) for n in layers)
-        return count > 0 or self._hidden_state_due
+        return any(edges_from(rank, own, layout, self.transfer_id)) or self._hidden_state_due
 
     def open(self, now_s: float) -> None:
         """Sends Open."""

@@ -106,7 +106,7 @@ class LayerWrite:
 
         The transport has every batch, and may still send: the source stays as it is until the transfer is quiet.
         """
-        if is_digested(terms.share, self.transfer_id, self.layer):
+        if terms.share > 0.0 and is_digested(terms.share, self.transfer_id, self.layer):
             self._digest = source_digest(memory, self.runs, seed, word_sum=terms.word_sums)
             self._digest_field = "word_sum" if terms.word_sums else "digest"
 

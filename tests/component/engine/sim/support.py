@@ -237,8 +237,8 @@ def planned_bytes(
     """Bytes that the plan sends over the network for some tokens."""
     return sum(
         decode.group_of(layer).bytes_between(start_token, end_token, edge.head_count)
-        for layer in range(decode.layer_count)
-        for edge in edges(prefill, decode, layer, transfer_id)
+        for layer, found in enumerate(edges(prefill, decode, transfer_id))
+        for edge in found
     )
 
 

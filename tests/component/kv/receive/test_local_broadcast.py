@@ -204,8 +204,8 @@ def lone_broadcast(
     def make() -> LocalJob:
         reservation = Reservation("x1", (5, 2, 6), 0, TOKENS)
         ledger = LocalLedger(layout, reservation)
-        for layer in range(LAYERS):
-            for edge in edges(layout_of(1), layout, layer, reservation.transfer_id):
+        for layer, found in enumerate(edges(layout_of(1), layout, reservation.transfer_id)):
+            for edge in found:
                 ledger.land(LayerLanded(edge, layer, 0, TOKENS, None))
         copies = ledger.take_due(1 << 30)
         return LocalJob(reservation, copies, Deadline.after(60.0), threading.Event())

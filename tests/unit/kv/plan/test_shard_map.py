@@ -68,7 +68,7 @@ def test_every_head_is_written_once_by_a_rank_that_holds_it(
     for layer in range(decode.layer_count):
         written: dict[tuple[int, int], int] = {}
         rank_pairs = Counter[tuple[int, int]]()
-        for edge in edges(prefill, decode, layer, transfer_id):
+        for edge in edges(prefill, decode, transfer_id)[layer]:
             assert layer in prefill.layers_of(edge.source_rank)
             rank_pairs[edge.source_rank, edge.destination_rank] += 1
             held = model_heads(prefill, edge.source_rank)
@@ -79,7 +79,7 @@ def test_every_head_is_written_once_by_a_rank_that_holds_it(
         # The ledger's key has no head in it: a pair of ranks may meet only once per layer.
         assert set(rank_pairs.values()) == {1}
         from_network = dict(written)
-        for edge in local_edges(decode, layer, transfer_id):
+        for edge in local_edges(decode, transfer_id)[layer]:
             ranks = (edge.source_rank, edge.destination_rank)
             hosts = {rank % size // decode.broadcast_width for rank in ranks}
             assert len(hosts) == len({rank // size for rank in ranks}) == 1
@@ -105,14 +105,14 @@ def test_both_sides_compute_the_same_plan(
         sent = [
             edge
             for rank in range(prefill.rank_count)
-            for edge in edges_from(rank, prefill, received, layer, transfer_id)
+            for edge in edges_from(rank, prefill, received, transfer_id)[layer]
         ]
-        planned = edges(prefill, decode, layer, transfer_id)
+        planned = edges(prefill, decode, transfer_id)[layer]
         assert sorted(map(repr, sent)) == sorted(map(repr, planned))
 
 
 def test_four_prefill_ranks_send_to_two_decode_ranks() -> None:
-    found = edges(make_layout(4, 8), make_layout(2, 8), 0, "x")
+    found = edges(make_layout(4, 8), make_layout(2, 8), "x")[0]
     assert list(found) == [Edge(rank, rank // 2, 0, 2 * (rank % 2), 2) for rank in range(4)]
 
 
@@ -128,8 +128,8 @@ def test_ranks_hold_all_heads_in_order(ranks: int, heads: int) -> None:
 @pytest.mark.parametrize("width, crossing", [(1, 8), (2, 4), (3, 3), (4, 2), (8, 1), (16, 1)])
 def test_each_host_receives_mla_once(width: int, crossing: int) -> None:
     prefill, decode = make_layout(4, 1), make_layout(8, 1, broadcast_width=width)
-    assert len(edges(prefill, decode, 0, "x")) == crossing
-    assert len(local_edges(decode, 0, "x")) == 8 - crossing
+    assert len(edges(prefill, decode, "x")[0]) == crossing
+    assert len(local_edges(decode, "x")[0]) == 8 - crossing
 
 
 def test_the_broadcast_width_does_not_affect_compatibility() -> None:
@@ -149,4 +149,4 @@ def test_the_seed_is_the_same_in_every_process() -> None:
 @pytest.mark.parametrize("prefill_tp, decode_tp, heads", [(0, 1, 4), (1, 0, 4), (1, 1, 0)])
 def test_no_ranks_or_heads_are_rejected(prefill_tp: int, decode_tp: int, heads: int) -> None:
     with pytest.raises(LayoutMismatch, match="cannot share"):
-        edges(make_layout(prefill_tp, heads), make_layout(decode_tp, heads), 0, "x")
+        edges(make_layout(prefill_tp, heads), make_layout(decode_tp, heads), "x")

@@ -50,8 +50,8 @@ class LedgerMachine(RuleBasedStateMachine):
         self.ledger = Ledger(layout, prefill, Reservation("x1", (1,) * 6, self.start, self.end))
         self.heads = {
             (edge.source_rank, edge.destination_rank, layer): edge.head_count
-            for layer in range(3)
-            for edge in edges(prefill, layout, layer, "x1")
+            for layer, found in enumerate(edges(prefill, layout, "x1"))
+            for edge in found
         }
         self.covered = dict.fromkeys(self.heads, self.start)
         self.bytes = 0

@@ -38,8 +38,8 @@ class Landings:
         prefill = make_layout(prefill_tp, layers, heads)
         self.network = [
             (edge, layer)
-            for layer in range(layers)
-            for edge in edges(prefill, self.decode, layer, "x1")
+            for layer, found in enumerate(edges(prefill, self.decode, "x1"))
+            for edge in found
         ]
 
     def land(self, edge: Edge, layer: int, start: int = 0, end: int = TOKENS) -> None:
@@ -116,9 +116,7 @@ def test_any_order_of_landings_and_copies_ends_with_nothing_missing(
         if not todo and not taken:
             taken += ledger.take_due(1 << 30)
     assert not ledger.missing_keys
-    keys = sum(
-        edge.head_count for layer in range(3) for edge in local_edges(landings.decode, layer, "x1")
-    )
+    keys = sum(edge.head_count for found in local_edges(landings.decode, "x1") for edge in found)
     assert ledger.copied_bytes == keys * TOKENS * TOKEN_BYTES
     network_heads = sum(edge.head_count for edge, _ in landings.network)
     assert network_heads + keys == max(decode_tp, heads) * 3
