@@ -412,6 +412,8 @@ class MoveWorld:
         self.error: HeadraceError | None = None
         self.retries = 0
         """The failures of the worker that had the answer."""
+        self.unfit: set[str] = set()
+        """Workers that have failed with a request. A router may use no other."""
         self.problem: Violation | None = None
         self.steps_since_token = 0
         self._patches = contextlib.ExitStack()
@@ -445,6 +447,7 @@ class MoveWorld:
 
     def failed(self, worker: _Worker, *, begun: bool = False) -> None:
         """A worker fails with a request. One that has begun may lead, or its first token is on its way."""
+        self.unfit.add(worker.name)
         leader = self.current.leader
         if begun or (leader is not None and leader.decode_worker == worker.ref):
             self.retries += 1
@@ -533,7 +536,7 @@ class MoveWorld:
     def _kill_router(self) -> None:
         """Its client goes to the next one with the tokens that it has."""
         self.loop.settle(self.current.die)
-        self.retries = 0
+        self.retries = sum(not one.alive for one in self.workers.values())
         self.current = self.routers[1]
         self.loop.settle(self.current.ask)
 
@@ -570,7 +573,7 @@ class MoveWorld:
         """The answer is complete, and nothing is left."""
         if not self.at_rest:
             raise Violation(f"requests are left: {self._left()}")
-        if not self.cancelled:
+        if not (self.cancelled or (self.error and len(self.unfit) == len(WORKERS))):
             if self.error is not None or self.tokens != list(range(TOKENS)):
                 raise Violation(f"the client has tokens {self.tokens} and {self.error!r}")
             assert self.last is not None

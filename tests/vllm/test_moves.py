@@ -21,8 +21,7 @@ from tests.fork_server import TORCHVISION_PATH
 from tests.suite.deployment import Suite, all_begun, greedy, suite
 from tests.vllm import adapters
 from tests.vllm.conftest import on_services
-from tests.vllm.pair import STEPS_AHEAD
-from tests.vllm.speculation import SPECULATION
+from tests.vllm.pair import DRAFTS, STEPS_AHEAD
 from tests.vllm.test_both_roles import with_two_ranks
 from tests.vllm.test_services import LOCAL, REMOTE, SEEDED, prompt_of
 
@@ -41,6 +40,10 @@ class Answer:
     last: dict[int, inference_pb2.GenerateResponse] = field(default_factory=dict)
 
     def check(self, plain: Answer, attempts: int = 1) -> None:
+        for c in plain.token_ids:
+            a, b = self.token_ids[c], plain.token_ids[c]
+            d = next((i for i in range(min(len(a), len(b))) if a[i] != b[i]), None)
+            print("CHOICE", c, len(a), len(b), "differs at", d, self.logprobs[c][d - 2:d + 1] if d else "", plain.logprobs[c][d - 2:d + 1] if d else "")
         assert self.token_ids == plain.token_ids
         for choice, logprobs in plain.logprobs.items():
             assert self.logprobs[choice] == pytest.approx(logprobs, abs=1e-3)
@@ -103,8 +106,8 @@ def with_image() -> list[inference_pb2.GenerateRequest]:
     from tests.vllm.image_prompts import SMALL
 
     parts = [
-        inference_pb2.ContentPart(image=image_pb2.Image(data=SMALL.data)),
-        inference_pb2.ContentPart(text="What is in it? " * 8),
+        image_pb2.ContentPart(image=image_pb2.Image(data=SMALL.data)),
+        image_pb2.ContentPart(text="What is in it? " * 8),
     ]
     found = usual(400)
     for request in found:
@@ -120,7 +123,7 @@ MTP = ""
     [
         pytest.param("tiny-llama", adapters.ARGUMENTS, of_every_kind, id="every kind"),
         pytest.param("tiny-llama", STEPS_AHEAD, usual, id="steps ahead"),
-        pytest.param("tiny-llama", SPECULATION, usual, id="drafts"),
+        pytest.param("tiny-llama", DRAFTS, usual, id="drafts"),
         pytest.param("tiny-gemma3", "", usual, id="windows"),
         pytest.param("tiny-deepseek-v3", "", usual, id="latent"),
         pytest.param("tiny-llava", "", with_image, id="images"),
@@ -142,14 +145,17 @@ async def test_answers_move_there_and_back(
         plain = [await ask(it, one) for one in asked]
         for number, one in enumerate(asked):
             one.request_id = f"r{number}"
+            # Else the target would have the KV of the undisturbed run.
+            one.cache_salt = "moved"
         running = await begin(it, asked)
         moves: list[inference_pb2.AnswerMove] = []
         for _ in range(2):
             for one in asked:
                 moves += (await move_answer(it.deployment.registry, one.request_id, "")).moves
+        print("MOVES", [(move.source_worker_id, move.payload_bytes) for move in moves], [str(t.done()) for t in running])
         for answer, undisturbed in zip(await asyncio.gather(*running), plain, strict=True):
             answer.check(undisturbed)
-        print([(move.source_worker_id, move.payload_bytes) for move in moves])
+        print("MOVES", [(move.source_worker_id, move.payload_bytes) for move in moves])
         assert {move.source_worker_id for move in moves} == {"worker-0", "worker-1"}
         assert all(move.payload_bytes for move in moves)
         for name in ("worker-0", "worker-1"):
