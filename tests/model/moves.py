@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import math
 import random
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -28,7 +27,7 @@ from headrace.kv.v1 import prefix_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2
 from headrace_common.deadlines import Deadline
-from headrace_common.errors import Cancelled, Conflict, Draining, HeadraceError, NotFound
+from headrace_common.errors import Conflict, Draining, HeadraceError, NotFound
 from headrace_common.rpc.status import rpc_error_of, status_of
 from headrace_common.telemetry.setup import init_telemetry
 from headrace_frontend.request.computations import TextThreads
@@ -326,9 +325,7 @@ class _Router:
         config = RouterConfig(model=("sim",), router_id=self.name, **settings)
         telemetry = init_telemetry("router", self.name, config)
         codecs = {"sim": ByteCodec()}
-        self.router = Router(
-            config, codecs, telemetry, registry_pb2.Policy, lambda: 1, _KEY.key
-        )
+        self.router = Router(config, codecs, telemetry, registry_pb2.Policy, lambda: 1, _KEY.key)
         self.router.update([_member(name) for name in WORKERS])
 
     def ask(self) -> None:
@@ -372,7 +369,7 @@ class _Router:
         for link in self.world.links:
             if link.router is self and not link.over:
                 link.to_worker.append(None)
-                link.write = _nothing  # type: ignore
+                link.write = _nothing  # type: ignore[assignment, method-assign]
         for task in self.tasks:
             task.cancel()
 
@@ -397,7 +394,7 @@ def _member(name: str) -> registry_pb2.Member:
 class MoveWorld:
     """One answer that moves once.
 
-    The source generates a token after `ahead` other steps. The second of two routers gets the answer when the first dies.
+    The source generates a token after `ahead` other steps. When the first of two routers dies, the second one goes on.
     """
 
     def __init__(self, ahead: int = 100, routers: int = 1) -> None:

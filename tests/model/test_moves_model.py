@@ -11,6 +11,7 @@ from functools import partial
 
 import pytest
 
+from headrace.inference.v1 import sampling_pb2
 from headrace_router.dispatch.attempt import Attempt
 from tests.model.explorer import Course, explore, run, run_random
 from tests.model.ground import Violation
@@ -89,7 +90,7 @@ def move_an_ended_one(attempt: Attempt, successor: Attempt) -> None:
 
 
 def keep_the_source(attempt: Attempt, successor: Attempt) -> None:
-    attempt._end(attempt.outcome_of(0))
+    attempt._end(attempt.outcome_of(sampling_pb2.FINISH_REASON_UNSPECIFIED))
     attempt.successor = successor
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ import pytest
 
 from headrace.inference.v1 import image_pb2, inference_pb2, inference_pb2_grpc, sampling_pb2
 from headrace_cli.commands.workers import move_answer
-from headrace_common.errors import HeadraceError, InvalidRequest
 from headrace_common.rpc.status import error_from_rpc
 from tests.fork_server import TORCHVISION_PATH
 from tests.suite.deployment import Suite, all_begun, greedy, suite
@@ -43,7 +42,16 @@ class Answer:
         for c in plain.token_ids:
             a, b = self.token_ids[c], plain.token_ids[c]
             d = next((i for i in range(min(len(a), len(b))) if a[i] != b[i]), None)
-            print("CHOICE", c, len(a), len(b), "differs at", d, self.logprobs[c][d - 2:d + 1] if d else "", plain.logprobs[c][d - 2:d + 1] if d else "")
+            print(
+                "CHOICE",
+                c,
+                len(a),
+                len(b),
+                "differs at",
+                d,
+                self.logprobs[c][d - 2 : d + 1] if d else "",
+                plain.logprobs[c][d - 2 : d + 1] if d else "",
+            )
         assert self.token_ids == plain.token_ids
         for choice, logprobs in plain.logprobs.items():
             assert self.logprobs[choice] == pytest.approx(logprobs, abs=1e-3)
@@ -75,8 +83,7 @@ async def begin(
 ) -> list[asyncio.Task[Answer]]:
     begun = [asyncio.Event() for _ in requests]
     tasks = [
-        asyncio.create_task(ask(it, one, event))
-        for one, event in zip(requests, begun, strict=True)
+        asyncio.create_task(ask(it, one, event)) for one, event in zip(requests, begun, strict=True)
     ]
     await all_begun(tasks, begun, 60.0)
     return tasks
@@ -127,7 +134,7 @@ MTP = ""
         pytest.param("tiny-gemma3", "", usual, id="windows"),
         pytest.param("tiny-deepseek-v3", "", usual, id="latent"),
         pytest.param("tiny-llava", "", with_image, id="images"),
-        pytest.param("tiny-llama", "", usual, id="ranks"),
+        pytest.param("tiny-llama", "", partial(usual, 100), id="ranks"),
     ],
 )
 async def test_answers_move_there_and_back(
@@ -152,12 +159,16 @@ async def test_answers_move_there_and_back(
         for _ in range(2):
             for one in asked:
                 moves += (await move_answer(it.deployment.registry, one.request_id, "")).moves
-        print("MOVES", [(move.source_worker_id, move.payload_bytes) for move in moves], [str(t.done()) for t in running])
+        print(
+            "MOVES",
+            [(move.source_worker_id, move.payload_bytes) for move in moves],
+            [str(t.done()) for t in running],
+        )
         for answer, undisturbed in zip(await asyncio.gather(*running), plain, strict=True):
             answer.check(undisturbed)
         print("MOVES", [(move.source_worker_id, move.payload_bytes) for move in moves])
-        assert {move.source_worker_id for move in moves} == {"worker-0", "worker-1"}
-        assert all(move.payload_bytes for move in moves)
+        senders = {move.source_worker_id for move in moves if move.payload_bytes}
+        assert senders == {"worker-0", "worker-1"}
         for name in ("worker-0", "worker-1"):
             await it.wait_empty(name, timeout_s=20)
 
