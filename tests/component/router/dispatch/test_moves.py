@@ -22,6 +22,7 @@ from headrace_common.errors import (
     HeadraceError,
     NoDecodeWorker,
     NotFound,
+    QueueFull,
     WorkerGone,
 )
 from headrace_common.rpc.status import error_from_rpc
@@ -36,6 +37,7 @@ from tests.kit.workers import (
     FakePrefill,
     Script,
     full,
+    hang,
     reserved,
     sampling,
 )
@@ -98,10 +100,10 @@ def one(request: decode_pb2.GenerateRequest, token: int) -> decode_pb2.Tokens:
 class Reader:
     """Reads an answer."""
 
-    def __init__(self, rig: Rig, **fields: Any) -> None:
+    def __init__(self, rig: Rig, request_id: str = "r", **fields: Any) -> None:
         self.messages: list[inference_pb2.GenerateResponse] = []
         request = inference_pb2.GenerateRequest(
-            text="a prompt", request_id="r", sampling=sampling(logprobs=1, seed=7, **fields)
+            text="a prompt", request_id=request_id, sampling=sampling(logprobs=1, seed=7, **fields)
         )
         self.call = rig.stub.Generate(request, timeout=60)
         self.task = asyncio.create_task(self._read())
@@ -401,3 +403,36 @@ async def test_what_cannot_move_stays_and_says_why(rig: Rig) -> None:
         await rig.stub.MoveAnswer(inference_pb2.MoveAnswerRequest(request_id="r"), timeout=30)
     course.source_goes_on.set()
     assert (await reader.whole()).timing.decode_worker_id == "d0"
+
+
+async def test_an_answer_that_does_not_generate_or_moves_already_stays(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    course = Course()
+    course.warm.clear()
+    reader = await begin(rig, course)
+    source, target = rig.decodes
+    moving = asyncio.create_task(move(rig))
+    await until(lambda: len(target.requests) == 2)
+    with pytest.raises(Conflict, match="moves already"):
+        await move(rig)
+    monkeypatch.setattr(moves, "OF_ROUTER_MAX", 1)
+    source.script = hang
+    other = Reader(rig, request_id="other")
+    await until(lambda: len(rig.router.moves.dispatcher.running) == 2)
+    with pytest.raises(Conflict, match="not generated at this moment"):
+        await move(rig, request_id="other")
+    source.script = course.source
+    third = Reader(rig, request_id="third")
+    await until(lambda: len(third.tokens) == EARLY)
+    with pytest.raises(QueueFull, match="too many answers move: 1"):
+        await move(rig, request_id="third")
+    course.warm.set()
+    course.target_begins.set()
+    await moving
+    course.source_goes_on.set()
+    await reader.whole()
+    await third.whole()
+    other.call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await other.task
