@@ -1,4 +1,4 @@
-"""Moves of answers between two workers, as a world whose every message is a step.
+"""The move of an answer between two workers, as a world in which every message is a step.
 
 The routers are the product's own, on an event loop that stops whenever it is idle. The workers are modelled: each token
 follows from the number of tokens before it.
@@ -11,12 +11,12 @@ import contextlib
 import math
 import random
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, Final, cast
+from typing import Any, Final
 from unittest import mock
 
 import grpc.aio
@@ -27,7 +27,7 @@ from headrace.kv.v1 import prefix_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2
 from headrace_common.deadlines import Deadline
-from headrace_common.errors import Conflict, Draining, HeadraceError, NotFound
+from headrace_common.errors import Conflict, Draining, HeadraceError
 from headrace_common.rpc.status import rpc_error_of, status_of
 from headrace_common.telemetry.setup import init_telemetry
 from headrace_frontend.request.computations import TextThreads
@@ -47,7 +47,6 @@ PROMPT: Final = "a prompt of seventeen tokens: "
 TOKENS: Final = 9
 BEGUN: Final = 2
 """Tokens of the answer when the move begins."""
-DEADLINE_S: Final = 90.0
 LATE_S: Final = (1.0, 2.5, 40.0)
 """Less and more than a switch may take, and more than a warm request may."""
 WORKERS: Final = ("d0", "d1")
@@ -82,7 +81,6 @@ class _Request:
     link: _Link
     stream_id: int
     call: decode_pb2.GenerateRequest
-    credit: int
     reserved: bool = False
     has_kv: bool = False
     sent: int = 0
@@ -94,6 +92,9 @@ class _Request:
     @property
     def name(self) -> str:
         return f"{self.link.router.name} {self.stream_id} on {self.link.worker.name}"
+
+    def send(self, event: Any) -> None:
+        self.link.to_router.append(linked(self.stream_id, event))
 
 
 @dataclass(eq=False)
@@ -110,10 +111,9 @@ class _Link:
     over: bool = False
 
     # The methods of a call.
-    async def write(self, message: decode_pb2.LinkRequest) -> None:
-        if not self.over:
-            copied = decode_pb2.LinkRequest.FromString(message.SerializeToString())
-            self.to_worker.append(copied)
+    async def write(self, message: decode_pb2.LinkRequest | None) -> None:
+        if not self.over and not self.router.dead:
+            self.to_worker.append(message)
 
     async def read(self) -> Any:
         message = await self.arrived.get()
@@ -126,11 +126,10 @@ class _Link:
             self.to_worker.append(None)
 
     def deliver_to_worker(self) -> None:
-        message = self.to_worker.popleft()
-        if message is None:
+        if (message := self.to_worker.popleft()) is None:
             self.break_()
-            return
-        self.worker.receive(self, message)
+        else:
+            self.worker.receive(self, message)
 
     def deliver_to_router(self) -> None:
         self.arrived.put_nowait(self.to_router.popleft())
@@ -163,16 +162,9 @@ class _Worker:
     def receive(self, link: _Link, message: decode_pb2.LinkRequest) -> None:
         for opened in message.opens:
             call = opened.request
-            self.requests.append(_Request(link, opened.stream_id, call, opened.credit_tokens))
-        for credit in message.credits:
-            for one in self.of(link, credit.stream_id):
-                one.credit += credit.credit_tokens
-        for stream_id in message.cancelled_stream_ids:
-            for one in self.of(link, stream_id):
-                self.requests.remove(one)
-
-    def of(self, link: _Link, stream_id: int) -> list[_Request]:
-        return [one for one in self.requests if one.link is link and one.stream_id == stream_id]
+            self.requests.append(_Request(link, opened.stream_id, call))
+        gone = [(link, stream_id) for stream_id in message.cancelled_stream_ids]
+        self.requests = [one for one in self.requests if (one.link, one.stream_id) not in gone]
 
     def steps(self) -> Iterator[Action]:
         """What the engine may do next."""
@@ -183,58 +175,50 @@ class _Worker:
                 continue
             elif not one.left:
                 yield f"finish {one.name}", partial(self.finish, one)
-            elif one.sent < one.credit:
+            else:
                 yield f"token of {one.name}", partial(self.generate, one)
         for asked in self.sending:
-            yield f"send KV from {self.name}", partial(self.send, asked)
+            yield f"send KV from {self.name}", partial(self.end_sending, asked, False)
 
     def reserve(self, one: _Request) -> None:
         one.reserved = True
         end = len(one.call.token_ids) - 1 if one.call.remote_prefill else 0
-        self._tell(one, decode_pb2.Reserved(start_token=0, end_token=end))
+        one.send(decode_pb2.Reserved(start_token=0, end_token=end))
 
     def generate(self, one: _Request) -> None:
         token = (len(one.call.token_ids) + one.sent - len(PROMPT)) % 256
         one.sent += 1
         self.world.steps_since_token = 0
-        self._tell(one, decode_pb2.Tokens(token_ids=[token]))
+        one.send(decode_pb2.Tokens(token_ids=[token]))
 
     def finish(self, one: _Request) -> None:
         self.requests.remove(one)
-        reason = sampling_pb2.FINISH_REASON_LENGTH
-        self._tell(one, decode_pb2.Finished(reason=reason))
+        one.send(decode_pb2.Finished(reason=sampling_pb2.FINISH_REASON_LENGTH))
 
-    def fail(self, one: _Request, error: HeadraceError) -> None:
+    def fail(self, one: _Request) -> None:
         self.world.failed(self, begun=bool(one.sent))
         self.requests.remove(one)
-        status = status_of(error).SerializeToString()
+        status = status_of(Draining("as modelled")).SerializeToString()
         failure = decode_pb2.LinkFailure(stream_id=one.stream_id, status=status)
         one.link.to_router.append(decode_pb2.LinkResponse(failures=[failure]))
 
-    def _tell(self, one: _Request, event: Any) -> None:
-        one.link.to_router.append(linked(one.stream_id, event))
-
-    def send(self, asked: tuple[prefix_pb2.SendPrefixRequest, asyncio.Future[Any]]) -> None:
-        """The source's ranks write all, and the target has it."""
+    def end_sending(self, asked: tuple[prefix_pb2.SendPrefixRequest, Any], refused: bool) -> None:
+        """The source's ranks have written all, and the target has it. Or the source refuses."""
         self.sending.remove(asked)
         request, answer = asked
+        there = [
+            one
+            for one in self.world.workers[request.worker_id].requests
+            if one.call.transfer_id == request.target_transfer_id
+        ]
+        has_it = any(one.call.transfer_id == request.transfer_id for one in self.requests)
         if answer.done():
             return
-        own = [one for one in self.requests if one.call.transfer_id == request.transfer_id]
-        target = self.world.workers[request.worker_id]
-        there = [
-            one for one in target.requests if one.call.transfer_id == request.target_transfer_id
-        ]
-        if not own or not there:
-            answer.set_exception(rpc_error_of(NotFound("as modelled")))
-            return
-        there[0].has_kv = True
-        answer.set_result(prefix_pb2.SendPrefixResponse(payload_bytes=1))
-
-    def refuse(self, asked: tuple[prefix_pb2.SendPrefixRequest, asyncio.Future[Any]]) -> None:
-        self.sending.remove(asked)
-        if not asked[1].done():
-            asked[1].set_exception(rpc_error_of(Conflict("as modelled")))
+        if refused or not has_it or not there:
+            answer.set_exception(rpc_error_of(Conflict("as modelled")))
+        else:
+            there[0].has_kv = True
+            answer.set_result(prefix_pb2.SendPrefixResponse(payload_bytes=1))
 
     def kill(self) -> None:
         self.world.failed(self)
@@ -242,10 +226,8 @@ class _Worker:
         for link in self.world.links:
             if link.worker is self and not link.over:
                 link.break_()
-        for _, answer in self.sending:
-            if not answer.done():
-                answer.set_exception(_unavailable())
-        self.sending.clear()
+        while self.sending:
+            self.end_sending(self.sending[0], refused=True)
 
     # The other RPCs that a router calls.
     async def status(self) -> worker_pb2.WatchStatusResponse:
@@ -298,19 +280,15 @@ class _Channel:
         return lambda *_, **__: call
 
     def unary_unary(self, path: str, **_: Any) -> Any:
-        async def call(
-            request: prefix_pb2.SendPrefixRequest, timeout: float, **_: Any
-        ) -> prefix_pb2.SendPrefixResponse:
-            assert path.endswith("SendPrefix")
-            answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-            if self.worker.alive:
-                self.worker.sending.append((request, answer))
-            else:
-                answer.set_exception(_unavailable())
+        async def send_prefix(request: Any, timeout: float) -> Any:
+            answer = asyncio.get_running_loop().create_future()
+            self.worker.sending.append((request, answer))
+            if not self.worker.alive:
+                self.worker.end_sending((request, answer), refused=True)
             async with asyncio.timeout(timeout):
-                return cast("prefix_pb2.SendPrefixResponse", await answer)
+                return await answer
 
-        return lambda *arguments, **options: asyncio.ensure_future(call(*arguments, **options))
+        return lambda request, timeout: asyncio.ensure_future(send_prefix(request, timeout))
 
 
 class _Router:
@@ -319,6 +297,7 @@ class _Router:
     def __init__(self, world: MoveWorld, name: str) -> None:
         self.world, self.name = world, name
         self.tasks: list[asyncio.Task[None]] = []
+        self.dead = False
 
     def start(self) -> None:
         settings: dict[str, Any] = {"insecure": True, "traces_sampler": "always_off"}
@@ -328,17 +307,16 @@ class _Router:
         self.router = Router(config, codecs, telemetry, registry_pb2.Policy, lambda: 1, _KEY.key)
         self.router.update([_member(name) for name in WORKERS])
 
-    def ask(self) -> None:
-        self.tasks.append(asyncio.ensure_future(self._ask()))
+    def start_task(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        self.tasks.append(asyncio.ensure_future(work()))
 
-    async def _ask(self) -> None:
+    async def ask(self) -> None:
         world = self.world
         sampling = sampling_pb2.SamplingParams(max_tokens=TOKENS, ignore_eos=True)
         request = inference_pb2.GenerateRequest(request_id="r", text=PROMPT, sampling=sampling)
         request.generated.ids.extend(world.tokens)
-        deadline = Deadline.after(DEADLINE_S)
         try:
-            await self.router.runner.run(request, "", deadline, self._write)
+            await self.router.runner.run(request, "", Deadline.after(90.0), self._write)
         except HeadraceError as error:
             world.error = error
         world.ended = True
@@ -347,13 +325,9 @@ class _Router:
         await self.world.client_reads.wait()
         self.world.read(message)
 
-    def move(self) -> None:
-        self.tasks.append(asyncio.ensure_future(self._move()))
-
-    async def _move(self) -> None:
+    async def move(self) -> None:
         with suppress(HeadraceError):
             await self.router.moves.move_request("r", "")
-            self.world.moved = True
 
     @property
     def leader(self) -> Any:
@@ -369,13 +343,9 @@ class _Router:
         for link in self.world.links:
             if link.router is self and not link.over:
                 link.to_worker.append(None)
-                link.write = _nothing  # type: ignore[assignment, method-assign]
+        self.dead = True
         for task in self.tasks:
             task.cancel()
-
-
-async def _nothing(_: Any) -> None:
-    """Of a router that is dead."""
 
 
 def _member(name: str) -> registry_pb2.Member:
@@ -405,7 +375,7 @@ class MoveWorld:
         self.workers = {name: _Worker(self, name) for name in WORKERS}
         self.tokens: list[int] = []
         self.last: inference_pb2.GenerateResponse | None = None
-        self.ended = self.moved = self.cancelled = self._asked = False
+        self.ended = self.cancelled = self._asked = False
         self.error: HeadraceError | None = None
         self.retries = 0
         """The failures of the worker that had the answer."""
@@ -423,7 +393,7 @@ class MoveWorld:
         self.current = self.routers[0]
         self.loop.settle(*(one.start for one in self.routers))
         self._wait(self.loop.next_s)
-        self.loop.settle(self.current.ask)
+        self.loop.settle(partial(self.current.start_task, self.current.ask))
 
     def _channel(self, endpoint: str, config: RouterConfig) -> Any:
         (router,) = [one for one in self.routers if one.name == config.router_id]
@@ -483,7 +453,7 @@ class MoveWorld:
 
     def _move(self) -> None:
         self._asked = True
-        self.current.move()
+        self.current.start_task(self.current.move)
 
     def _settled(self, *acts: Callable[[], None]) -> Callable[[], None]:
         return partial(self.loop.settle, *acts)
@@ -512,13 +482,14 @@ class MoveWorld:
             if worker.alive and both:
                 yield f"kill {worker.name}", worker.kill
             for one in worker.requests:
-                yield f"fail {one.name}", partial(worker.fail, one, Draining("as modelled"))
+                yield f"fail {one.name}", partial(worker.fail, one)
             for asked in worker.sending:
-                yield f"refuse KV from {worker.name}", partial(worker.refuse, asked)
+                yield f"refuse KV from {worker.name}", partial(worker.end_sending, asked, True)
         for number, link in enumerate(self.links):
             if not link.over and link.open_s <= self.now_s:
                 for late_s in LATE_S:
-                    yield f"cut {number} for {late_s:g}", partial(_cut, link, self.now_s + late_s)
+                    cut = partial(setattr, link, "open_s", self.now_s + late_s)
+                    yield f"cut {number} for {late_s:g}", cut
         if self.client_reads.is_set():
             yield "pause the client", self._pause
 
@@ -535,7 +506,7 @@ class MoveWorld:
         self.loop.settle(self.current.die)
         self.retries = sum(not one.alive for one in self.workers.values())
         self.current = self.routers[1]
-        self.loop.settle(self.current.ask)
+        self.loop.settle(partial(self.current.start_task, self.current.ask))
 
     @property
     def at_rest(self) -> bool:
@@ -564,12 +535,13 @@ class MoveWorld:
         if leader.ended.done():
             raise Violation(f"the answer is of {leader.decode_worker}, which has ended it")
         if leader.stream_id not in leader._link._answers:
-            raise Violation(f"the answer is of {leader.decode_worker}, which was told to end it")
+            raise Violation(f"the answer is of {leader.decode_worker}, which has its cancel")
 
     def check_rest(self) -> None:
         """The answer is complete, and nothing is left."""
         if not self.at_rest:
-            raise Violation(f"requests are left: {self._left()}")
+            left = [one.name for worker in self.workers.values() for one in worker.requests]
+            raise Violation(f"requests are left: {left}")
         if not (self.cancelled or (self.error and len(self.unfit) == len(WORKERS))):
             if self.error is not None or self.tokens != list(range(TOKENS)):
                 raise Violation(f"the client has tokens {self.tokens} and {self.error!r}")
@@ -584,9 +556,6 @@ class MoveWorld:
             for ref, connection in one.connections.items():
                 if connection._requests or connection.links.count > 1:
                     raise Violation(f"{one.name} has requests on {ref} left")
-
-    def _left(self) -> list[str]:
-        return [one.name for worker in self.workers.values() for one in worker.requests]
 
     def mark(self) -> object:
         """No two states compare equal: those of a router's tasks cannot be read."""
@@ -607,7 +576,3 @@ class MoveWorld:
         while not ending.done():
             self._wait(min(self.loop.next_s, self.now_s + 1.0))
         self.loop.close()
-
-
-def _cut(link: _Link, open_s: float) -> None:
-    link.open_s = open_s

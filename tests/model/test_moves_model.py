@@ -19,7 +19,7 @@ from tests.model.moves import BEGUN, TOKENS, MoveWorld
 from tests.model.test_handoff_model import EVERY, describe
 
 AHEADS = (100, 3)
-"""A source that waits for the target, and one whose tokens are held."""
+"""The source waits for the target, or has tokens that are held."""
 
 
 def test_the_usual_course_moves_the_answer() -> None:

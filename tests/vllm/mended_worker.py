@@ -1,4 +1,4 @@
-"""A worker whose engine computes a token alone as it does with others: see hybrids.mend_rotation."""
+"""A worker. Its engine computes a token alone as it does with others: see hybrids.mend_rotation."""
 
 import runpy
 
