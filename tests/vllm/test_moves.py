@@ -91,6 +91,11 @@ def usual(count: int = TOKENS) -> list[inference_pb2.GenerateRequest]:
     return [request_of(1, count), request_of(2, count, REMOTE, **SEEDED)]
 
 
+def only_greedy() -> list[inference_pb2.GenerateRequest]:
+    """On processors, vLLM's drafts change greedy answers that share a batch with sampled ones."""
+    return [request_of(1), request_of(2, TOKENS, REMOTE)]
+
+
 def of_every_kind() -> list[inference_pb2.GenerateRequest]:
     outputs = sampling_pb2.StructuredOutputs(grammar=GRAMMAR)
     grammar = request_of(3, ignore_eos=False, structured_outputs=outputs, **SEEDED)
@@ -118,7 +123,7 @@ def with_image() -> list[inference_pb2.GenerateRequest]:
 VARIANTS = [
     pytest.param("tiny-llama", adapters.ARGUMENTS, of_every_kind, id="every kind"),
     pytest.param("tiny-llama", STEPS_AHEAD, usual, id="steps ahead"),
-    pytest.param("tiny-llama", DRAFTS, usual, id="drafts"),
+    pytest.param("tiny-llama", DRAFTS, only_greedy, id="drafts"),
     pytest.param("tiny-gemma3", "", usual, id="windows"),
     pytest.param("tiny-deepseek-v3", "", usual, id="latent"),
     pytest.param("tiny-llava", "", with_image, id="images"),
