@@ -92,7 +92,7 @@ def usual(count: int = TOKENS) -> list[inference_pb2.GenerateRequest]:
 
 
 def only_greedy() -> list[inference_pb2.GenerateRequest]:
-    """Unless all of a batch are, vLLM on processors divides the logits of drafts by temperatures that it never wrote."""
+    """Unless all of a batch are, vLLM on processors divides logits of drafts by temperatures that it never wrote."""
     return [request_of(1), request_of(2, TOKENS, REMOTE)]
 
 
