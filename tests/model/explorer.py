@@ -4,17 +4,45 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from tests.model.faults import possible_faults
-from tests.model.fingerprint import fingerprint
-from tests.model.ground import Action, Settings, Violation
-from tests.model.world import World
+from tests.model.ground import Action, Violation
 
 STEPS_MAX = 2000
 END_S = 1000.0 + 160.0
+
+
+class World(Protocol):
+    """Everything as it follows from steps, one at a time."""
+
+    @property
+    def now_s(self) -> float: ...
+
+    @property
+    def at_rest(self) -> bool: ...
+
+    def choices(self) -> list[Action]:
+        """The possible steps, the usual one first."""
+
+    def faults(self) -> list[Action]:
+        """The faults that are possible now."""
+
+    def check_step(self) -> None:
+        """Raises Violation."""
+
+    def check_rest(self) -> None:
+        """Raises Violation, at the end."""
+
+    def mark(self) -> object:
+        """Equal for states from which the same may follow."""
+
+    def close(self) -> None: ...
+
+
+NewWorld = Callable[[], World]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +73,7 @@ class Search:
 
 
 def run(
-    settings: Settings, course: Course, seen: set[int] | None = None, *, widths: bool = True
+    new_world: NewWorld, course: Course, seen: set[int] | None = None, *, widths: bool = True
 ) -> Outcome:
     """Runs one course. With `seen`, it is abandoned after the last deviation in a state that was seen before.
 
@@ -55,9 +83,9 @@ def run(
     deviations = dict(course.deviations)
     last = max(deviations, default=-1)
     with errors_as_violations(outcome):
-        world = World(settings)
+        world = new_world()
         try:
-            while not world.at_rest and world.timers.time() < END_S:
+            while not world.at_rest and world.now_s < END_S:
                 number = len(outcome.log)
                 if number >= STEPS_MAX:
                     raise Violation("the world does not come to rest")
@@ -65,17 +93,16 @@ def run(
                 actions: list[Action] = choices
                 if number > last and widths:
                     idle = choices[0][0] == "wait" and outcome.log[-1:] == ["wait"]
-                    outcome.widths.append(1 if idle else len(choices) + len(possible_faults(world)))
+                    outcome.widths.append(1 if idle else len(choices) + len(world.faults()))
                 elif number in deviations:
-                    actions = [*choices, *possible_faults(world)]
+                    actions = [*choices, *world.faults()]
                 chosen = deviations.get(number, 0)
                 name, act = actions[chosen]
                 outcome.log.append(name)
                 act()
-                world.check_complete()
-                world.check_bounds()
+                world.check_step()
                 if number == last and seen is not None:
-                    mark = hash(fingerprint(world))
+                    mark = hash(world.mark())
                     if mark in seen:
                         outcome.known = True
                         return outcome
@@ -83,11 +110,13 @@ def run(
             world.check_rest()
         except Violation as violation:
             outcome.violation = violation
+        finally:
+            world.close()
     return outcome
 
 
 def explore(
-    settings: Settings, deviations: int, *, stop_at_first: bool = False, every: int = 1
+    new_world: NewWorld, deviations: int, *, stop_at_first: bool = False, every: int = 1
 ) -> Search:
     """Runs every course with at most `deviations`, except those that reach a known state.
 
@@ -99,7 +128,7 @@ def explore(
         seen: set[int] = set()
         following: list[Course] = []
         for course in level:
-            outcome = run(settings, course, seen, widths=depth < deviations)
+            outcome = run(new_world, course, seen, widths=depth < deviations)
             search.runs += 1
             if outcome.violation is not None:
                 search.violations.append((course, outcome))
@@ -120,18 +149,18 @@ def explore(
     return search
 
 
-def run_random(settings: Settings, seed: int, faults: int) -> Outcome:
+def run_random(new_world: NewWorld, seed: int, faults: int) -> Outcome:
     """Runs a course of random steps, with at most `faults` faults."""
     generator = random.Random(seed)
     outcome = Outcome()
     with errors_as_violations(outcome):
-        world = World(settings)
+        world = new_world()
         try:
-            while not world.at_rest and world.timers.time() < END_S:
+            while not world.at_rest and world.now_s < END_S:
                 if len(outcome.log) >= STEPS_MAX:
                     raise Violation("the world does not come to rest")
                 choices = world.choices()
-                possible = possible_faults(world) if faults and generator.random() < 0.15 else []
+                possible = world.faults() if faults and generator.random() < 0.15 else []
                 if possible:
                     faults -= 1
                     name, act = generator.choice(possible)
@@ -141,11 +170,12 @@ def run_random(settings: Settings, seed: int, faults: int) -> Outcome:
                     name, act = generator.choice(choices)
                 outcome.log.append(name)
                 act()
-                world.check_complete()
-                world.check_bounds()
+                world.check_step()
             world.check_rest()
         except Violation as violation:
             outcome.violation = violation
+        finally:
+            world.close()
     return outcome
 
 

@@ -19,6 +19,8 @@ from headrace_kv.receive.receiver import IncomingTransfer, Receiver, ReceiverLim
 from headrace_kv.receive.transfer import TransferState
 from headrace_kv.tickets import NoTickets
 from headrace_kv.transport.base import WriteResult
+from tests.model.faults import possible_faults
+from tests.model.fingerprint import fingerprint
 from tests.model.ground import (
     BLOCK_TOKENS,
     BLOCKS,
@@ -172,7 +174,12 @@ class World:
             if owner == transfer_id:
                 del self.owners[block]
 
-    def check_complete(self) -> None:
+    def check_step(self) -> None:
+        """Raises Violation."""
+        self._check_complete()
+        self._check_bounds()
+
+    def _check_complete(self) -> None:
         """I3: a complete transfer has every key. Its blocks are freed, so that a later write is a violation."""
         if self.problem is not None:
             raise self.problem
@@ -319,6 +326,19 @@ class World:
             rank.loop.turn()
 
     @property
+    def now_s(self) -> float:
+        return self.timers.time()
+
+    def faults(self) -> list[Action]:
+        return possible_faults(self)
+
+    def mark(self) -> object:
+        return fingerprint(self)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    @property
     def at_rest(self) -> bool:
         """Whether no step is left that matters."""
         return (
@@ -368,7 +388,7 @@ class World:
         if self.receiver.active_count or self.receiver.quarantined_blocks or self.owners:
             raise Violation(f"blocks are still held: {self.owners}")
 
-    def check_bounds(self) -> None:
+    def _check_bounds(self) -> None:
         """Checks that every transfer ends in time (I5)."""
         now_s = self.timers.time()
         for transfer_id, transfer in self.transfers.items():

@@ -52,7 +52,7 @@ from headrace_engine.vllm.service.engine_args import (
 from headrace_engine.vllm.settings import ConnectorSettings
 
 if TYPE_CHECKING:
-    from vllm.config import KVEventsConfig, VllmConfig
+    from vllm.config import KVEventsConfig, ModelConfig, VllmConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
@@ -125,10 +125,8 @@ def engine_children(*, keeps_memory: bool) -> Iterator[None]:
 
 log = logging.getLogger(__name__)
 
-_GIB = 1 << 30
 _LEAST_FREE_SHARE = 0.02
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-_DTYPES_OF_AMX = ("auto", "bfloat16")
 FIT_TO_MEMORY = -1
 _SCHEDULERS = "headrace_engine.vllm.scheduler.budget_scheduler"
 BUDGET_SCHEDULER = f"{_SCHEDULERS}.BudgetScheduler"
@@ -141,39 +139,38 @@ def check_config(config: EngineConfig) -> ModelFolder:
     """Checks the settings before anything is loaded. Raises ConfigError."""
     require_vllm()
     if config.transport != "mooncake":
-        raise ConfigError(
+        raise _wrong(
+            "transport",
             f"transport {config.transport} does not reach vLLM's engine process: only mooncake does",
-            metadata={"field": "transport"},
         )
     if config.dtype not in DTYPES:
-        raise ConfigError(
-            f"dtype is {config.dtype!r}: choose one of {', '.join(DTYPES)}",
-            metadata={"field": "dtype"},
-        )
+        raise _wrong("dtype", f"dtype is {config.dtype!r}: choose one of {', '.join(DTYPES)}")
     if config.max_num_batched_tokens < config.max_num_seqs:
-        raise ConfigError(
+        raise _wrong(
+            "max_num_batched_tokens",
             f"max_num_batched_tokens is {config.max_num_batched_tokens}, fewer than max_num_seqs "
             f"({config.max_num_seqs}): raise it, or lower max_num_seqs",
-            metadata={"field": "max_num_batched_tokens"},
         )
     _require_room(config)
     split_engine_args(config.engine_args)
     return read_model_folder(config.model, config.max_model_len)
 
 
+def _wrong(field: str, detail: str) -> ConfigError:
+    return ConfigError(detail, metadata={"field": field})
+
+
 def _require_room(config: EngineConfig) -> None:
+    name = "num_gpu_blocks_override"
     if config.num_gpu_blocks_override == 1:
-        raise ConfigError(
-            "1 block holds no tokens, because vLLM reserves it: raise num_gpu_blocks_override",
-            metadata={"field": "num_gpu_blocks_override"},
-        )
+        raise _wrong(name, f"1 block holds no tokens, because vLLM reserves it: raise {name}")
     # Where vLLM chooses the block size while it loads, it checks by itself whether the blocks are enough.
     held = (config.num_gpu_blocks_override - 1) * config.block_size
     if config.num_gpu_blocks_override and config.block_size and config.max_model_len > held:
-        raise ConfigError(
+        raise _wrong(
+            name,
             f"{config.num_gpu_blocks_override} blocks of {config.block_size} tokens hold {held} tokens: "
-            "raise num_gpu_blocks_override, or lower max_model_len",
-            metadata={"field": "num_gpu_blocks_override"},
+            f"raise {name}, or lower max_model_len",
         )
 
 
@@ -254,8 +251,16 @@ def _start_engine(
 
 def _vllm_config(args: AsyncEngineArgs) -> VllmConfig:
     vllm_config = args.create_engine_config()
+    require_dtype(vllm_config.model_config, on_cpu=runs_on_cpu())
     _choose_scheduler(vllm_config, args.async_scheduling)
     return vllm_config
+
+
+def require_dtype(model: ModelConfig, *, on_cpu: bool) -> None:
+    """Raises ConfigError when vLLM would start the engine, and end it with the first prompt."""
+    layers = getattr(model.hf_text_config, "layer_types", None) or ()
+    if on_cpu and "linear_attention" in layers and str(model.dtype) != "torch.bfloat16":
+        raise _wrong("dtype", "on processors, gated delta nets need dtype bfloat16: set it")
 
 
 def _choose_scheduler(vllm_config: VllmConfig, async_scheduling: bool | None) -> None:
@@ -272,7 +277,7 @@ def _device_args(config: EngineConfig, folder: ModelFolder, *, on_cpu: bool) -> 
     """The settings of vLLM that depend on the device."""
     if on_cpu:
         # Compiling takes minutes on a CPU. The environment has the size of the KV cache.
-        if folder.has_latent_attention and config.dtype not in _DTYPES_OF_AMX:
+        if folder.has_latent_attention and config.dtype not in ("auto", "bfloat16"):
             # On a CPU with AMX, vLLM would choose a backend that has bfloat16 only, and fail.
             return {"enforce_eager": True, "attention_backend": "CPU_MLA"}
         return {"enforce_eager": True}
@@ -282,7 +287,7 @@ def _device_args(config: EngineConfig, folder: ModelFolder, *, on_cpu: bool) -> 
         return {**args, "gpu_memory_utilization": config.gpu_memory_utilization}
     return {
         **args,
-        "kv_cache_memory_bytes": int(config.kv_cache_gib * _GIB),
+        "kv_cache_memory_bytes": int(config.kv_cache_gib * 2**30),
         # The KV cache has a fixed size. vLLM only compares this share with the free memory at the start.
         "gpu_memory_utilization": _LEAST_FREE_SHARE,
     }
@@ -337,10 +342,10 @@ def _engine_args(
     check_combinations(given, config.pipeline_parallel_size)
     kv_events, offloading = take_kv_events(given), take_offloading(given)
     if offloading is not None and config.tiers.names:
-        raise ConfigError(
+        raise _wrong(
+            "kv_host_gib",
             "kv_host_gib and vLLM's offloading would keep the same blocks twice: set kv_host_gib to 0, or leave out "
             "kv_offloading_size and kv_transfer_config of engine_args",
-            metadata={"field": "kv_host_gib"},
         )
     adapters = read_adapters(given.pop(LORA_MODULES, ()), given | {"model": folder.path})
     draft = ""

@@ -1,4 +1,4 @@
-"""Answers that move: every token once, from a source or a target that ends at any moment of the move."""
+"""Answers that move. tests/model/test_moves_model.py has sources, targets and clients that end at any moment."""
 
 from __future__ import annotations
 
@@ -16,13 +16,10 @@ from headrace.prefill.v1 import prefill_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace_common.errors import (
     Conflict,
-    DeadlineExceeded,
     DecodeFull,
-    Draining,
-    HeadraceError,
     NoDecodeWorker,
     NotFound,
-    WorkerGone,
+    QueueFull,
 )
 from headrace_common.rpc.status import error_from_rpc
 from headrace_common.telemetry import schema
@@ -36,6 +33,7 @@ from tests.kit.workers import (
     FakePrefill,
     Script,
     full,
+    hang,
     reserved,
     sampling,
 )
@@ -98,10 +96,10 @@ def one(request: decode_pb2.GenerateRequest, token: int) -> decode_pb2.Tokens:
 class Reader:
     """Reads an answer."""
 
-    def __init__(self, rig: Rig, **fields: Any) -> None:
+    def __init__(self, rig: Rig, request_id: str = "r", **fields: Any) -> None:
         self.messages: list[inference_pb2.GenerateResponse] = []
         request = inference_pb2.GenerateRequest(
-            text="a prompt", request_id="r", sampling=sampling(logprobs=1, seed=7, **fields)
+            text="a prompt", request_id=request_id, sampling=sampling(logprobs=1, seed=7, **fields)
         )
         self.call = rig.stub.Generate(request, timeout=60)
         self.task = asyncio.create_task(self._read())
@@ -177,57 +175,6 @@ async def test_the_target_continues_and_held_tokens_are_dropped(rig: Rig) -> Non
     assert 0 < float(span.attributes[schema.ATTRIBUTE_MOVE_GAP_MS]) < 60_000
 
 
-async def raise_gone(worker: FakeDecode) -> None:
-    raise WorkerGone("as scripted")
-
-
-async def test_held_tokens_are_given_when_the_target_is_late(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(moves, "SWITCH_S", 0.05)
-    course, counted = Course(), Counter[tuple[str, str]]()
-    rig.router.moves.count = lambda *labels: counted.update([labels])
-    reader = await begin(rig, course)
-    with pytest.raises(DeadlineExceeded):
-        await move(rig)
-    course.source_goes_on.set()
-    assert (await reader.whole()).timing.decode_worker_id == "d0"
-    target = rig.decodes[1]
-    await until(lambda: target.requests[-1].transfer_id in target.cancelled)
-    assert counted == {("DEADLINE_EXCEEDED", "operator"): 1}
-
-
-async def test_held_tokens_are_given_when_the_target_fails(rig: Rig) -> None:
-    course = Course()
-
-    async def failing(
-        worker: FakeDecode, request: decode_pb2.GenerateRequest
-    ) -> AsyncIterator[Any]:
-        async for event in course.target(worker, request):
-            if request.generated_token_count:
-                course.continued.set()
-                await course.target_begins.wait()
-                raise WorkerGone("as scripted")
-            yield event
-
-    reader = await begin(rig, course)
-    rig.decodes[1].script = failing
-    moving = asyncio.create_task(move(rig))
-    await course.continued.wait()
-    before = rig.read_tokens.count
-    source_ends = asyncio.Event()
-    course.end = lambda worker: source_ends.wait()
-    course.source_goes_on.set()
-    await rig.read_tokens.reach(before + len(TOKENS) - EARLY - 1)
-    assert len(reader.tokens) == EARLY
-    course.target_begins.set()
-    with pytest.raises(WorkerGone):
-        await moving
-    await until(lambda: len(reader.tokens) == len(TOKENS) - 1)
-    source_ends.set()
-    assert (await reader.whole()).timing.decode_worker_id == "d0"
-
-
 async def test_a_target_that_has_the_place_of_the_warm_request_still_is_asked_again(
     rig: Rig,
 ) -> None:
@@ -272,104 +219,6 @@ async def test_answers_leave_a_worker_only_while_the_policy_leaves_it_prompts(
     assert (await reader.whole()).timing.decode_worker_id == "d0"
 
 
-async def test_the_end_of_the_source_is_used_when_it_comes_first(rig: Rig) -> None:
-    course = Course()
-    reader = await begin(rig, course)
-    moving = asyncio.create_task(move(rig))
-    await course.continued.wait()
-    course.source_goes_on.set()
-    with pytest.raises(Conflict):
-        await moving
-    assert (await reader.whole()).timing.decode_worker_id == "d0"
-    target = rig.decodes[1]
-    await until(lambda: target.requests[-1].transfer_id in target.cancelled)
-
-
-async def test_a_source_that_fails_is_continued_after_the_held_tokens(rig: Rig) -> None:
-    course = Course()
-    course.end = raise_gone
-    reader = await begin(rig, course)
-    moving = asyncio.create_task(move(rig))
-    await course.continued.wait()
-    course.source_goes_on.set()
-    with pytest.raises(Conflict):
-        await moving
-    course.end = None
-    course.target_begins.set()
-    await reader.task
-    assert reader.tokens == TOKENS
-    assert reader.messages[-1].timing.attempts == 2
-    (retried,) = [
-        request
-        for decode in rig.decodes
-        for request in decode.requests
-        if request.generated_token_count == len(TOKENS) - 1
-    ]
-    assert bytes(retried.token_ids) == b"a prompt" + TOKENS[:-1]
-
-
-async def test_a_source_that_fails_while_the_target_gets_the_kv_is_retried(rig: Rig) -> None:
-    course = Course()
-    course.end = raise_gone
-    course.warm.clear()
-    reader = await begin(rig, course)
-    moving = asyncio.create_task(move(rig))
-    target = rig.decodes[1]
-    # The source refuses to send, so the target computes.
-    await until(lambda: len(target.requests) == 2)
-    warmed = target.requests[-1]
-    course.source_goes_on.set()
-    with pytest.raises(Conflict):
-        await moving
-    course.end = None
-    course.target_begins.set()
-    await reader.task
-    assert reader.tokens == TOKENS
-    assert reader.messages[-1].timing.attempts == 2
-    await until(lambda: warmed.transfer_id in target.cancelled)
-
-
-@pytest.mark.parametrize("after", [WorkerGone("as scripted"), Draining("as scripted")])
-async def test_a_target_that_fails_after_the_move_is_retried(
-    rig: Rig, after: HeadraceError
-) -> None:
-    course = Course()
-
-    async def failing(
-        worker: FakeDecode, request: decode_pb2.GenerateRequest
-    ) -> AsyncIterator[Any]:
-        async for event in course.target(worker, request):
-            yield event
-            if isinstance(event, decode_pb2.Tokens) and request.generated_token_count == EARLY:
-                await worker.read_tokens.reach(worker.read_tokens.count)
-                raise after
-
-    reader = await begin(rig, course)
-    rig.decodes[1].script = failing
-    course.target_begins.set()
-    await move(rig)
-    course.source_goes_on.set()
-    await reader.task
-    assert reader.tokens == TOKENS
-    assert reader.messages[-1].timing.attempts == 2
-
-
-async def test_a_client_that_leaves_ends_both(rig: Rig) -> None:
-    course = Course()
-    reader = await begin(rig, course)
-    moving = asyncio.create_task(move(rig))
-    await course.continued.wait()
-    reader.call.cancel()
-    source, target = rig.decodes
-    await until(lambda: source.cancelled == {source.requests[0].transfer_id})
-    await until(lambda: target.requests[-1].transfer_id in target.cancelled)
-    with pytest.raises(Conflict):
-        await moving
-    with pytest.raises(asyncio.CancelledError):
-        await reader.task
-    assert not rig.router.moves.dispatcher.running
-
-
 async def test_the_usage_has_what_the_prefill_worker_had_cached(rig: Rig) -> None:
     async def compute(worker: FakePrefill, task: prefill_pb2.PrefillTask) -> None:
         done = prefill_pb2.TaskDone(transfer_id=task.transfer_id, cached_tokens=3)
@@ -401,3 +250,36 @@ async def test_what_cannot_move_stays_and_says_why(rig: Rig) -> None:
         await rig.stub.MoveAnswer(inference_pb2.MoveAnswerRequest(request_id="r"), timeout=30)
     course.source_goes_on.set()
     assert (await reader.whole()).timing.decode_worker_id == "d0"
+
+
+async def test_an_answer_that_does_not_generate_or_moves_already_stays(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    course = Course()
+    course.warm.clear()
+    reader = await begin(rig, course)
+    source, target = rig.decodes
+    moving = asyncio.create_task(move(rig))
+    await until(lambda: len(target.requests) == 2)
+    with pytest.raises(Conflict, match="moves already"):
+        await move(rig)
+    monkeypatch.setattr(moves, "OF_ROUTER_MAX", 1)
+    source.script = hang
+    other = Reader(rig, request_id="other")
+    await until(lambda: len(rig.router.moves.dispatcher.running) == 2)
+    with pytest.raises(Conflict, match="not generated at this moment"):
+        await move(rig, request_id="other")
+    source.script = course.source
+    third = Reader(rig, request_id="third")
+    await until(lambda: len(third.tokens) == EARLY)
+    with pytest.raises(QueueFull, match="too many answers move: 1"):
+        await move(rig, request_id="third")
+    course.warm.set()
+    course.target_begins.set()
+    await moving
+    course.source_goes_on.set()
+    await reader.whole()
+    await third.whole()
+    other.call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await other.task

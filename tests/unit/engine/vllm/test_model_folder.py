@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import struct
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from types import SimpleNamespace
+from typing import Any, Literal
 
 import pytest
 
@@ -201,6 +203,24 @@ def test_latent_attention_runs_in_every_dtype_on_processors_with_amx(
     assert (
         launch._device_args(config, model, on_cpu=on_cpu).get("attention_backend", None) == chosen
     )
+
+
+@pytest.mark.parametrize(
+    ("dtype", "layer", "on_cpu", "refused"),
+    [
+        ("float32", "linear_attention", True, True),
+        ("bfloat16", "linear_attention", True, False),
+        ("float32", "full_attention", True, False),
+        ("float32", "linear_attention", False, False),
+    ],
+)
+def test_gated_delta_nets_need_bfloat16_on_processors(
+    dtype: str, layer: str, on_cpu: bool, refused: bool
+) -> None:
+    text = SimpleNamespace(layer_types=["full_attention", layer])
+    model: Any = SimpleNamespace(dtype=f"torch.{dtype}", hf_text_config=text)
+    with pytest.raises(ConfigError, match="need dtype bfloat16") if refused else nullcontext():
+        launch.require_dtype(model, on_cpu=on_cpu)
 
 
 Q_PROJ = "base_model.model.model.layers.0.self_attn.q_proj"
