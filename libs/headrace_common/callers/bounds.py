@@ -11,7 +11,7 @@ import gc
 import ipaddress
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from contextvars import ContextVar
 from functools import lru_cache
@@ -107,8 +107,8 @@ class CallerTurns:
         return sum(len(turns) for turns in self._waiting.values())
 
     async def wait(self, caller: str) -> None:
-        """Returns at a turn of the caller for the current task. At once while it has one."""
-        if not self._waiting and self._alone():
+        """Returns at a turn of the caller for the current task. At once while it has one, and without a caller."""
+        if not caller or (not self._waiting and self._alone()):
             return
         # Each look for the loop is a system call.
         loop = asyncio.get_running_loop()
@@ -271,7 +271,7 @@ class RequestInput:
         self._memory = memory or _INPUT
         self.size = 0
         """Bytes that have arrived, without those of a small request."""
-        self._is_admitted = self._is_refused = self._is_cancelled = False
+        self._is_held = self._is_admitted = self._is_refused = self._is_cancelled = False
         self._task: asyncio.Task[object] | None = None
 
     def __enter__(self) -> RequestInput:
@@ -280,7 +280,8 @@ class RequestInput:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self.admit()
+        if not self._is_admitted:
+            self.admit()
         if self.size >= _TRIM_BYTES_MIN:
             self._memory.trim_later()
         _CURRENT.set(None)
@@ -306,6 +307,7 @@ class RequestInput:
         """So many bytes have arrived so far. Raises QueueFull in a task of the request that is refused."""
         self.size = size
         if not (self._is_admitted or self._is_refused):
+            self._is_held = True
             self._memory.hold(self, size)
         if self._is_refused and asyncio.current_task() is not None:
             raise _no_memory()
@@ -317,7 +319,8 @@ class RequestInput:
     def admit(self) -> None:
         """The bytes count elsewhere from now on."""
         self._is_admitted = True
-        self._memory.release(self)
+        if self._is_held:
+            self._memory.release(self)
 
     def end_input(self) -> None:
         """See Input."""
@@ -419,8 +422,6 @@ class CallerBounds:
 
         return Rechecked(check, self._check_s) if tenant else nullcontext()
 
-    async def wait_turn(self) -> None:
+    def wait_turn(self) -> Awaitable[None]:
         """Waits until the caller may do expensive work, up to the next wait. Outside `call` it is no wait."""
-        caller = _CALLER.get()
-        if caller:
-            await self._turns.wait(caller)
+        return self._turns.wait(_CALLER.get())

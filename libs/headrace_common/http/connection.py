@@ -61,12 +61,8 @@ class RequestParser:
         self.in_head = self.in_body = False
         # Whether a request has ended in the piece that is parsed.
         self._ended_in_piece = False
-        self._message_bytes = self._body_bytes = 0
-
-    @property
-    def head_bytes(self) -> int:
-        """Bytes of incomplete headers."""
-        return self._message_bytes if self.in_head else 0
+        self.head_bytes = self._message_bytes = self._body_bytes = 0
+        """The first: of incomplete headers."""
 
     def close(self) -> None:
         """Ends its use. Its parts refer to each other, and are freed now without a garbage collection."""
@@ -85,7 +81,7 @@ class RequestParser:
             try:
                 self._parser.feed_data(piece)
             except httptools.HttpParserUpgrade as stopped:
-                if self._offers_upgrade():
+                if self._parser.should_upgrade() and self._offers_upgrade():
                     # The parser has stopped at the end of the headers.
                     pieces += (piece[stopped.args[0] :], memoryview(self._head_without_upgrade()))
             except httptools.HttpParserError as error:
@@ -106,15 +102,16 @@ class RequestParser:
             size += sum(len(name) + len(value) for name, value in self._headers)
         self._message_bytes += size
         bytes_max = HEAD_BYTES_MAX - 1
-        if not self.in_head:
+        if self.in_head:
+            self.head_bytes = self._message_bytes
+        else:
             bytes_max = 2 * HEAD_BYTES_MAX + _FRAMING_PER_BODY_BYTE * self._body_bytes
         if self._message_bytes > bytes_max:
             raise Refused(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
 
     def _offers_upgrade(self) -> bool:
-        return self._parser.should_upgrade() and any(
-            name.lower() == b"upgrade" for name, _ in self._headers
-        )
+        """Whether a head of which the parser finds so names what to upgrade to."""
+        return any(name.lower() == b"upgrade" for name, _ in self._headers)
 
     def _head_without_upgrade(self) -> bytes:
         """What the parser gets instead of a head, so that it reads the body too."""
@@ -142,8 +139,8 @@ class RequestParser:
 
     def on_headers_complete(self) -> None:
         """See httptools."""
-        self.in_head = False
-        if self._offers_upgrade():
+        self.in_head, self.head_bytes = False, 0
+        if self._parser.should_upgrade() and self._offers_upgrade():
             return
         url = httptools.parse_url(self._url)
         path = url.path.decode("ascii")
@@ -170,7 +167,7 @@ class RequestParser:
 
     def on_message_complete(self) -> None:
         """See httptools."""
-        if not self._offers_upgrade():
+        if not (self._parser.should_upgrade() and self._offers_upgrade()):
             self.in_body = False
             self._ended_in_piece = True
             self._exchange.end_body()
@@ -226,6 +223,8 @@ class Connection(asyncio.Protocol):
         self._grpc: Http2Refusal | None = None
         self._unsent = b""
         self._writable = asyncio.Event()
+        self._is_counted = False
+        """Whether UNREAD_INPUT has bytes of this connection."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self.transport = transport
@@ -319,7 +318,8 @@ class Connection(asyncio.Protocol):
         if len(self._exchanges) > PIPELINED_MAX:
             raise Refused(HTTPStatus.TOO_MANY_REQUESTS)
         self._new = False
-        self._restart_timer(None)
+        if self._timer is not None:
+            self._restart_timer(None)
         self._server.start_request(self)
         self._exchanges.append(exchange)
         if len(self._exchanges) == 1:
@@ -361,7 +361,9 @@ class Connection(asyncio.Protocol):
         """See `Client`."""
         if self.transport.is_closing():
             return
-        held = sum([exchange.count_body() for exchange in self._exchanges])
+        held = 0
+        for exchange in self._exchanges:
+            held += exchange.count_body()
         waiting = max(0, len(self._exchanges) - 1)
         # While it reads, it notices that the client has gone.
         if waiting >= PIPELINED_MAX or held > _UNREAD_MAX or self._refusal is not None:
@@ -370,8 +372,10 @@ class Connection(asyncio.Protocol):
             self.transport.resume_reading()
         held += self._parser.head_bytes + waiting * _WAITING_REQUEST_BYTES
         if held >= _COUNTED_BYTES:
+            self._is_counted = True
             UNREAD_INPUT.hold(self, held)
-        else:
+        elif self._is_counted:
+            self._is_counted = False
             UNREAD_INPUT.release(self)
 
     def end_input(self) -> None:

@@ -51,7 +51,7 @@ class BoundedResource:
         self._name = name
         self._unit = unit
         self._wait_s = wait_s
-        self._mean_hold_s = 0.0
+        self.mean_hold_s = 0.0
         self._probe: asyncio.TimerHandle | None = None
         self._probe_units, self._probe_s = 1, _PROBE_S
         self._fits = False
@@ -150,12 +150,6 @@ class BoundedResource:
             await wait_briefly(granted.wait(), left_s)
         return True
 
-    def release(self, tenant: str, amount: int, priority: Priority, held_s: float) -> None:
-        """Returns units that were held for `held_s`."""
-        weight = _LATEST_WEIGHT if self._mean_hold_s else 1.0
-        self._mean_hold_s += weight * (held_s - self._mean_hold_s)
-        self.pool.release(tenant, amount, priority)
-
     def reject_if_full(self, tenant: str, priority: Priority = Priority.NORMAL) -> None:
         """Raises QueueFull when the resource is full and the tenant is at its share: no amount would be granted."""
         full = self.pool.used >= self.pool.capacity
@@ -168,7 +162,7 @@ class BoundedResource:
         0 when one is free, and before the first was released.
         """
         ahead = self.pool.units_ahead(tenant, priority)
-        return self._mean_hold_s * ahead / max(1, self.pool.usable)
+        return ahead and self.mean_hold_s * ahead / max(1, self.pool.usable)
 
     def wait_of_holder_s(self, tenant: str, priority: Priority = Priority.NORMAL) -> float:
         """How long a tenant may wait for the use of a unit that was granted to it."""
@@ -204,13 +198,13 @@ class BoundedResource:
 
     def _retry_after_s(self, used: int, share: float, amount: int) -> float:
         """When the missing units are likely to be free: held units are released evenly over the mean hold time."""
-        if not self._mean_hold_s:
+        if not self.mean_hold_s:
             return _RETRY_UNKNOWN_S
         over_share = max(0.0, used + amount - share)
         over_all = max(0, self.pool.used + amount - self.pool.capacity)
-        own_s = self._mean_hold_s * over_share / used if used else 0.0
-        all_s = self._mean_hold_s * over_all / max(1, self.pool.used)
-        return min(_RETRY_MAX_S, max(_RETRY_MIN_S, min(own_s, self._mean_hold_s), all_s))
+        own_s = self.mean_hold_s * over_share / used if used else 0.0
+        all_s = self.mean_hold_s * over_all / max(1, self.pool.used)
+        return min(_RETRY_MAX_S, max(_RETRY_MIN_S, min(own_s, self.mean_hold_s), all_s))
 
 
 class Held:
@@ -242,9 +236,11 @@ class Held:
     def close(self) -> None:
         """Gives them back. Repeats are ignored."""
         if self._amount:
-            amount, self._amount = self._amount, 0
+            amount, self._amount, resource = self._amount, 0, self._resource
+            weight = _LATEST_WEIGHT if resource.mean_hold_s else 1.0
             held_s = time.monotonic() - self._acquired_s
-            self._resource.release(self._tenant, amount, self._priority, held_s)
+            resource.mean_hold_s += weight * (held_s - resource.mean_hold_s)
+            resource.pool.release(self._tenant, amount, self._priority)
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,14 +270,10 @@ class AdmissionPermit:
         self.tenant, self.priority, self._deadline = tenant, priority, deadline
         self._shared = shared
         self._held = [place]
+        """Until the end."""
         self._tokens: Held | None = None
         self._slot: Held | None = None
         self._prompt_of = ""
-
-    async def _acquire(self, resource: BoundedResource, amount: int) -> Held:
-        held = await resource.acquire(self.tenant, amount, self._deadline, self.priority)
-        self._held.append(held)
-        return held
 
     async def acquire_tokens(self, count: int) -> None:
         """Admits the prompt to the queue of prompts that wait for their prefill.
@@ -296,7 +288,7 @@ class AdmissionPermit:
                     f"{tokens.pool.capacity}; shorten it"
                 }
             )
-        self._tokens = await self._acquire(tokens, count)
+        self._tokens = await tokens.acquire(self.tenant, count, self._deadline, self.priority)
 
     async def acquire_images(self, size: int) -> None:
         """Admits the bytes of a request's images, until it ends. Raises QueueFull or DeadlineExceeded."""
@@ -304,7 +296,9 @@ class AdmissionPermit:
         # Images beyond the bound by themselves are admitted alone.
         size = min(size, images.pool.capacity)
         if size:
-            await self._acquire(images, size)
+            self._held.append(
+                await images.acquire(self.tenant, size, self._deadline, self.priority)
+            )
 
     async def acquire_slot(self, model: str) -> None:
         """Waits for a slot of the model's decode workers. Raises QueueFull or DeadlineExceeded.
@@ -313,9 +307,10 @@ class AdmissionPermit:
         """
         slots = self._shared.slots_of(model)
         if slots is not None:
-            self._slot = await self._acquire(slots, 1)
+            self._slot = await slots.acquire(self.tenant, 1, self._deadline, self.priority)
+            self._held.append(self._slot)
         self._prompt_of = model
-        self._shared.count_prompt(model, 1)
+        self._shared.prompts[model] += 1
 
     def expected_slot_wait_s(self, model: str) -> float:
         """How long `acquire_slot` is likely to take. 0 when nothing is known."""
@@ -336,10 +331,11 @@ class AdmissionPermit:
 
     def release_tokens(self) -> None:
         """The prompt no longer waits. Repeats are ignored."""
-        if self._tokens is not None:
-            self._tokens.close()
+        tokens, self._tokens = self._tokens, None
+        if tokens is not None:
+            tokens.close()
         if self._prompt_of:
-            self._shared.count_prompt(self._prompt_of, -1)
+            self._shared.prompts[self._prompt_of] -= 1
             self._prompt_of = ""
 
     def close(self) -> None:
@@ -373,13 +369,10 @@ class Admission:
         self.prompts: Counter[str] = Counter()
         """Requests of each model that have a slot and no token yet."""
         self._slots: dict[str, BoundedResource] = {}
-        """By model."""
+        self.slots_of: Callable[[str], BoundedResource | None] = self._slots.get
+        """The slots of a model's decode workers. None while no worker of it has been seen."""
         self._limits = limits
         self._weights, self._watched = weights, watched
-
-    def slots_of(self, model: str) -> BoundedResource | None:
-        """The slots of a model's decode workers. None while no worker of it has been seen."""
-        return self._slots.get(model)
 
     @property
     def waiting(self) -> int:
@@ -412,10 +405,6 @@ class Admission:
         pool = FairPool(capacity, self._weights, queue_above_share=True)
         pool = self._watched(f"slots of {model}", pool)
         self._slots[model] = BoundedResource("slots", "decode slots", pool, self._limits.wait_s)
-
-    def count_prompt(self, model: str, count: int) -> None:
-        """So many more requests of the model have a slot and no token yet, or fewer."""
-        self.prompts[model] += count
 
     def waiting_for_slot(self, model: str) -> int:
         """The number of requests that wait for a slot of the model's decode workers."""

@@ -6,7 +6,6 @@ import asyncio
 import json
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Literal, TypeAlias
@@ -136,9 +135,11 @@ class _Answering:
         events = EventStream(
             exchange, generation.format, choices=generation.choices, prompts=prompts
         )
-        with closing(events):
+        try:
             events.ping_each(self._parts.stream_ping_s)
             await self._running(exchange, generation, events.write, events)
+        finally:
+            events.close()
         await events.finish()
 
     async def _collect(self, exchange: HttpExchange, generation: Generation) -> None:
@@ -168,9 +169,11 @@ class _Answering:
         events: EventStream | None = None,
     ) -> Coroutine[Any, Any, None]:
         """Runs the requests of all prompts. The first error ends them all. `events` may send messages at once."""
-        is_sent = not generation.body.model_fields_set.isdisjoint(_MAX_TOKENS)
-        is_refused = is_sent and self._parts.rejects_unknown_fields
-        refuses = is_refused and not isinstance(generation.format, MessagesFormat)
+        refuses = (
+            self._parts.rejects_unknown_fields
+            and not generation.body.model_fields_set.isdisjoint(_MAX_TOKENS)
+            and not isinstance(generation.format, MessagesFormat)
+        )
         on_lowered = None if refuses else partial(_name_lowered, exchange)
         runs: list[Coroutine[Any, Any, None]] = []
         first_index = 0

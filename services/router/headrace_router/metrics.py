@@ -153,6 +153,7 @@ class RouterMetrics(RequestCounter):
             schema.ATTRIBUTE_LATENCY_PART,
         )
         self._parts_of: dict[tuple[str, Owner], dict[TimePart, HistogramSeries]] = {}
+        self._answers_of: dict[tuple[str, Priority], tuple[HistogramSeries, ...]] = {}
         self._exposed = store.histogram(schema.METRIC_TRANSFER_EXPOSED)
         self._prompt_tokens = store.counter(schema.METRIC_PROMPT_TOKENS)
         gauges = _gauges(queue, admission, prefixes, workers, codecs)
@@ -187,28 +188,36 @@ class RouterMetrics(RequestCounter):
         priority: Priority = Priority.NORMAL,
     ) -> None:
         self._requests.count(end_reason)
-        if not answer.started:
+        if not answer.first_token_ns:
             return
         model, example = answer.request.model, (answer.trace_id, time.time())
         prompt_tokens = len(answer.request.token_ids)
         first_ns, total_ns = answer.first_token_ns - arrival_ns, answer.last_token_ns - arrival_ns
         first_s, total_s, new_tokens = 1e-9 * first_ns, 1e-9 * total_ns, answer.new_tokens
-        self._first_token_of_class.record(first_s, model, priority.label, example=example)
-        self._duration.record(total_s, model, example=example)
+        series = self._answers_of.get((model, priority))
+        if series is None:
+            series = self._answers_of[model, priority] = (
+                self._first_token_of_class.series(model, priority.label),
+                self._duration.series(model),
+                self._tokens.series(model, "input"),
+                self._tokens.series(model, "output"),
+                self._per_token.series(model),
+                self._gaps.series(model),
+            )
+        values = [first_s, total_s, prompt_tokens, new_tokens]
         if new_tokens > 1:
-            per_token_s = (total_s - first_s) / (new_tokens - 1)
-            self._per_token.record(per_token_s, model, example=example)
+            values.append((total_s - first_s) / (new_tokens - 1))
+        HistogramSeries.record_each(zip(series, values, strict=False), example)
         if answer.gaps is not None:
-            self._gaps.series(model).merge(answer.gaps)
-        self._tokens.record(prompt_tokens, model, "input")
-        self._tokens.record(new_tokens, model, "output")
+            series[-1].merge(answer.gaps)
         usage = answer.usage
         if usage is not None:
             cached, transferred = usage.decode_cached_tokens, usage.transferred_tokens
-            self._prompt_tokens.add(cached, model, "decode_cache")
-            self._prompt_tokens.add(transferred, model, "transferred")
-            computed = max(0, prompt_tokens - cached - transferred)
-            self._prompt_tokens.add(computed, model, "computed")
+            self._prompt_tokens.add_each(
+                ((model, "decode_cache"), cached),
+                ((model, "transferred"), transferred),
+                ((model, "computed"), max(0, prompt_tokens - cached - transferred)),
+            )
 
     def answered(self, model: str) -> load_pb2.RequestTotals:
         """Sums over the answered requests of a model, for planners."""
@@ -241,12 +250,13 @@ class RouterMetrics(RequestCounter):
             )
 
     def _record_parts(self, one: Sum, model: str, token: Owner, example: Example) -> None:
-        known = self._parts_of.setdefault((model, token), {})
+        known, values = self._parts_of.setdefault((model, token), {}), []
         for part, duration_us in one.parts_us.items():
             series = known.get(part)
             if series is None:
                 series = known[part] = self._parts.series(model, token.value, part.label)
-            series.record(1e-6 * duration_us, example)
+            values.append((series, 1e-6 * duration_us))
+        HistogramSeries.record_each(values, example)
 
     def count_regret(self, regret: Regret) -> None:
         """Counts a request with an estimate. It has no regret when the other decision would have been no better."""

@@ -52,7 +52,8 @@ class UsageBook:
         line.request_count += 1
         line.prompt_tokens += record.prompt_tokens
         line.answer_tokens += record.usage.completion_tokens if record.usage is not None else 0
-        line.sent_bytes += sum(min(link.payload_bytes, _SENT_MAX) for link in receipt.links)
+        for link in receipt.links:
+            line.sent_bytes += min(link.payload_bytes, _SENT_MAX)
         self._charge(payer, line, receipt)
         for attempt in record.attempts:
             # Links keep it for a while, and should not keep the record.
@@ -70,12 +71,11 @@ class UsageBook:
     ) -> None:
         tenant, model, _ = payer
         add_receipt(line.receipt, receipt)
-        for kind, device_us in (
-            ("prefill", receipt.prefill_device_us),
-            ("decode", receipt.decode_device_us),
-            ("operator", receipt.operator_device_us),
-        ):
-            self._device_time.add(1e-6 * device_us, tenant, model, kind)
+        self._device_time.add_each(
+            ((tenant, model, "prefill"), 1e-6 * receipt.prefill_device_us),
+            ((tenant, model, "decode"), 1e-6 * receipt.decode_device_us),
+            ((tenant, model, "operator"), 1e-6 * receipt.operator_device_us),
+        )
         for use in receipt.kv:
             self._kv.add(use.byte_seconds, tenant, model, use.tier)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple, TypeAlias, TypeVar
 
@@ -60,14 +60,20 @@ class Counter:
 
     def add(self, count: float, *values: str) -> None:
         """`values` are those of the labels, in their order."""
+        self.add_each((values, count))
+
+    def add_each(self, *counts: tuple[Labels, float]) -> None:
+        """Adds to several series."""
         with self._lock:
-            if values not in self._values:
-                values = _bounded(values, len(self._values), len(self.labels))
-            self._values[values] = self._values.get(values, 0) + count
+            for given, count in counts:
+                values = given
+                if values not in self._values:
+                    values = _bounded(given, len(self._values), len(self.labels))
+                self._values[values] = self._values.get(values, 0) + count
 
     def count(self, *values: str) -> None:
         """Adds one."""
-        self.add(1, *values)
+        self.add_each((values, 1))
 
     def points(self) -> dict[Labels, float]:
         with self._lock:
@@ -131,36 +137,40 @@ class BucketCounts:
 
 
 class HistogramSeries:
-    """The buckets of one combination of labels."""
+    """The buckets of one combination of labels. `record_each` counts values."""
 
-    __slots__ = ("_bounds", "_counts", "_exemplars", "_lock", "_total")
+    __slots__ = ("bounds", "counts", "exemplars", "lock", "total")
 
     def __init__(self, bounds: Sequence[float]) -> None:
-        self._bounds = bounds
-        self._counts = [0] * (len(bounds) + 1)
-        self._exemplars: list[tuple[float, str, float] | None] = [None] * (len(bounds) + 1)
-        self._total = 0.0
-        self._lock = threading.Lock()
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.exemplars: list[tuple[float, str, float] | None] = [None] * (len(bounds) + 1)
+        self.total = 0.0
+        self.lock = threading.Lock()
 
-    def record(self, value: float, example: Example | None = None) -> None:
-        """Counts a value, perhaps as the new example of its bucket."""
-        bucket = bisect_left(self._bounds, value)
-        with self._lock:
-            self._counts[bucket] += 1
-            self._total += value
-            if example is not None:
-                self._exemplars[bucket] = (value, *example)
+    @staticmethod
+    def record_each(
+        values: Iterable[tuple[HistogramSeries, float]], example: Example | None = None
+    ) -> None:
+        """Counts a value of each series, perhaps as the new example of its bucket."""
+        for one, value in values:
+            bucket = bisect_left(one.bounds, value)
+            with one.lock:
+                one.counts[bucket] += 1
+                one.total += value
+                if example is not None:
+                    one.exemplars[bucket] = (value, *example)
 
     def merge(self, counts: BucketCounts) -> None:
         """Counts all values of `counts`, which has the same bounds."""
-        with self._lock:
-            self._counts = [a + b for a, b in zip(self._counts, counts.counts, strict=True)]
-            self._total += counts.total
+        with self.lock:
+            self.counts = [a + b for a, b in zip(self.counts, counts.counts, strict=True)]
+            self.total += counts.total
 
     def point(self) -> HistogramPoint:
-        with self._lock:
-            exemplars = tuple(one and Exemplar._make(one) for one in self._exemplars)
-            return HistogramPoint(tuple(self._counts), self._total, exemplars)
+        with self.lock:
+            exemplars = tuple(one and Exemplar._make(one) for one in self.exemplars)
+            return HistogramPoint(tuple(self.counts), self.total, exemplars)
 
 
 class Histogram:
@@ -187,7 +197,8 @@ class Histogram:
 
     def record(self, value: float, *values: str, example: Example | None = None) -> None:
         """Counts a value of the series with these labels."""
-        (self._series.get(values) or self.series(*values)).record(value, example)
+        series = self._series.get(values) or self.series(*values)
+        HistogramSeries.record_each(((series, value),), example)
 
     def points(self) -> dict[Labels, HistogramPoint]:
         with self._lock:

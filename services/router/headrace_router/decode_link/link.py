@@ -185,7 +185,8 @@ class DecodeLink:
             token_ids,
             images,
         )
-        self._adapt_interval()
+        if self._load.gap_s != self._gap_s:
+            self._adapt_interval()
         self._wake.set()
         answer.opened(stream_id, WINDOW_TOKENS, self._grant)
         self._answers.add(answer)

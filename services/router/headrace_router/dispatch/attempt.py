@@ -136,7 +136,8 @@ class Attempt(RunningAttempt, LinkedAnswer):
         if self.successor is not None:
             self.successor.close()
             return
-        self._count_no_more()
+        if self._expected is not None:
+            self._count_no_more()
         self.load.release()
         self._link.release(self)
         if self._calling is not None:
@@ -190,7 +191,8 @@ class Attempt(RunningAttempt, LinkedAnswer):
         self.successor = successor
 
     def finish(self, finished: decode_pb2.Finished) -> None:
-        self.let_go()
+        if self._held is not None:
+            self.let_go()
         super().finish(finished)
 
     def failure(self, error: HeadraceError) -> FailedAttempt:
@@ -223,7 +225,8 @@ class Attempt(RunningAttempt, LinkedAnswer):
         """The decode worker has admitted the request, or it has the blocks of an admitted one."""
         if self.ended.done():
             return
-        self._count_no_more()
+        if self._expected is not None:
+            self._count_no_more()
         before, self._reserved = self._reserved, reserved
         if before is None:
             self._enqueue_prefill(reserved)
