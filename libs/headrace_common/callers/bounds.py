@@ -11,7 +11,7 @@ import gc
 import ipaddress
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from contextvars import ContextVar
 from functools import lru_cache
@@ -90,12 +90,13 @@ class _Turn(NamedTuple):
 class CallerTurns:
     """One turn for each waiting caller in each iteration of the event loop, which owns this.
 
-    A turn lasts until the task waits for something, so nothing must be released. While `alone` returns true, no turn is
-    waited for.
+    A turn lasts until the task waits for something, so nothing must be released. While there is but one of `calls`, no
+    turn is waited for.
     """
 
-    def __init__(self, alone: Callable[[], bool]) -> None:
-        self._alone = alone
+    def __init__(self, calls: Mapping[str, int]) -> None:
+        """`calls` are those in flight, by caller."""
+        self._calls = calls
         self._waiting: OrderedDict[str, deque[_Turn]] = OrderedDict()
         self._task_of: dict[str, asyncio.Task[object]] = {}
         """The task of each caller with a turn in this iteration."""
@@ -108,7 +109,8 @@ class CallerTurns:
 
     async def wait(self, caller: str) -> None:
         """Returns at a turn of the caller for the current task. At once while it has one, and without a caller."""
-        if not caller or (not self._waiting and self._alone()):
+        calls = self._calls
+        if not caller or (not self._waiting and len(calls) <= 1 and sum(calls.values()) <= 1):
             return
         # Each look for the loop is a system call.
         loop = asyncio.get_running_loop()
@@ -256,6 +258,7 @@ READS_MAX: Final = 8
 """Requests of a caller that are received at a time over gRPC. Only a complete one can be counted."""
 _ROOM_WAIT_S: Final = 30.0
 _INPUT: Final = InputMemory(INPUT_BYTES_MAX)
+_CALLER: Final = ContextVar[str]("caller", default="")
 _CURRENT: Final = ContextVar["RequestInput | None"]("input", default=None)
 
 
@@ -266,8 +269,14 @@ class RequestInput:
     up, the oldest request of the caller with the most bytes ends with QueueFull.
     """
 
-    def __init__(self, caller: str, memory: InputMemory | None = None) -> None:
-        self.caller = caller
+    def __init__(
+        self,
+        caller: str,
+        memory: InputMemory | None = None,
+        calls: Counter[str] | None = None,
+    ) -> None:
+        """`calls` counts the calls in flight of each caller, of which this is one."""
+        self.caller, self._calls = caller, calls
         self._memory = memory or _INPUT
         self.size = 0
         """Bytes that have arrived, without those of a small request."""
@@ -276,10 +285,17 @@ class RequestInput:
 
     def __enter__(self) -> RequestInput:
         self._task = asyncio.current_task()
+        if self._calls is not None:
+            _CALLER.set(self.caller)
+            self._calls[self.caller] += 1
         _CURRENT.set(self)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._calls is not None:
+            self._calls[self.caller] -= 1
+            if not self._calls[self.caller]:
+                del self._calls[self.caller]
         if not self._is_admitted:
             self.admit()
         if self.size >= _TRIM_BYTES_MIN:
@@ -347,30 +363,8 @@ REFUSED_BODY: Final = "late request"
 REFUSED_KEY: Final = "removed key"
 
 
-_CALLER: Final = ContextVar[str]("caller", default="")
-
-
 def _ignore_refusal(reason: str, count: int) -> None:
     pass
-
-
-class _Call(RequestInput):
-    """A call in flight. Its request is an input of its caller."""
-
-    def __init__(self, caller: str, calls: Counter[str]) -> None:
-        super().__init__(caller)
-        self._calls = calls
-
-    def __enter__(self) -> RequestInput:
-        _CALLER.set(self.caller)
-        self._calls[self.caller] += 1
-        return super().__enter__()
-
-    def __exit__(self, kind: type[BaseException] | None, *others: object) -> None:
-        self._calls[self.caller] -= 1
-        if not self._calls[self.caller]:
-            del self._calls[self.caller]
-        super().__exit__(kind, *others)
 
 
 class CallerBounds:
@@ -393,7 +387,7 @@ class CallerBounds:
         self._calls: Counter[str] = Counter()
         # Calls of one caller take turns too. Work for all of them in one iteration would delay the first answer until
         # the last request is routed.
-        self._turns = CallerTurns(lambda: len(self._calls) <= 1 and sum(self._calls.values()) <= 1)
+        self._turns = CallerTurns(self._calls)
 
     def calls(self, caller: str) -> int:
         """Calls in flight of a caller."""
@@ -408,7 +402,7 @@ class CallerBounds:
                 "max_concurrent_requests",
                 metadata={"queue": "calls", "maxsize": str(self._calls_max)},
             )
-        return _Call(caller, self._calls)
+        return RequestInput(caller, calls=self._calls)
 
     def rechecked(self, tenant_now: Callable[[], str], tenant: str) -> AbstractContextManager[None]:
         """Ends the block with Unauthenticated once `tenant_now` does not return the tenant of the call any more."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple, TypeAlias
 
 from opentelemetry import trace
-from opentelemetry.context import Context
+from opentelemetry.context import Context, get_current
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import (
     ReadableSpan,
@@ -19,7 +19,15 @@ from opentelemetry.sdk.trace import (
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 from opentelemetry.sdk.trace.sampling import ParentBased, Sampler, TraceIdRatioBased
-from opentelemetry.trace import Span, SpanContext, SpanKind, Status, StatusCode, TraceFlags
+from opentelemetry.trace import (
+    INVALID_SPAN_CONTEXT,
+    Span,
+    SpanContext,
+    SpanKind,
+    Status,
+    StatusCode,
+    TraceFlags,
+)
 from opentelemetry.util.types import AttributeValue
 
 from headrace_common.config import ServiceConfig, parse_sampler
@@ -156,7 +164,9 @@ class Telemetry:
 
         They are as the provider's sampler would decide, which takes three times as long.
         """
-        parent = trace.get_current_span().get_span_context()
+        context, parent = get_current(), INVALID_SPAN_CONTEXT
+        if context:
+            parent = trace.get_current_span(context).get_span_context()
         # One look at a context is cheaper than one at each of its fields.
         trace_id, _, _, parent_flags, state, has_parent = parent
         flags = int(parent_flags)

@@ -101,7 +101,8 @@ class AttemptRecord(AttemptSteps):
     def decoded(self, receipt: receipt_pb2.Receipt) -> None:
         """The decode worker has ended it, and this is what it has cost there."""
         self.decode_receipt = receipt
-        self.charge_late(receipt)
+        if self._on_late is not None:
+            self._on_late(receipt)
 
     def report_late(self, on_late: Callable[[receipt_pb2.Receipt], None]) -> None:
         """`on_late` gets what workers report from now on."""
@@ -203,7 +204,7 @@ class RequestRecord(RequestSteps):
     _receipt_is_whole: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        self.trace_id = f"{self.context.trace_id:032x}"
+        self.trace_id = f"{self.context[0]:032x}"
 
     @property
     def sampled(self) -> bool:

@@ -79,5 +79,5 @@ class RequestTracer:
             self.on_answer(record, response, breakdown)
         kept = 0 < self.slow_s < 1e-6 * breakdown.first.total_us or bool(record.error)
         self.on_end(record, kept)
-        if (kept or record.sampled) and self.telemetry.exports:
+        if self.telemetry.exports and (kept or record.sampled):
             self.telemetry.export(record.spans(self.telemetry.provider.resource))

@@ -229,7 +229,8 @@ class Attempt(RunningAttempt, LinkedAnswer):
             self._count_no_more()
         before, self._reserved = self._reserved, reserved
         if before is None:
-            self._enqueue_prefill(reserved)
+            if self._terms is not None:
+                self._enqueue_prefill(reserved, self._terms)
         elif not before.admitted:
             raise ProtocolViolation(f"{self.decode_worker} sent Reserved twice")
         elif self._queued is not None:
@@ -240,8 +241,8 @@ class Attempt(RunningAttempt, LinkedAnswer):
             elif self._queued.first_token.done():
                 self._use_first_token(self._queued)
 
-    def _enqueue_prefill(self, reserved: decode_pb2.Reserved) -> None:
-        if self._terms is None or reserved.start_token >= reserved.end_token:
+    def _enqueue_prefill(self, reserved: decode_pb2.Reserved, terms: TaskTerms) -> None:
+        if reserved.start_token >= reserved.end_token:
             return
         task = prefill_task(
             self._call,
@@ -253,9 +254,7 @@ class Attempt(RunningAttempt, LinkedAnswer):
             traceparent=self._carrier["traceparent"],
         )
         try:
-            queued = self._queue.enqueue(
-                task, layout=self._decision.worker.layout, terms=self._terms
-            )
+            queued = self._queue.enqueue(task, layout=self._decision.worker.layout, terms=terms)
         except WorkerGone:
             self._prefill_failed = True
             raise
