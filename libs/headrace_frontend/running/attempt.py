@@ -36,18 +36,14 @@ class AdmittedRequest:
     deadline: Deadline
     record: RequestRecord
     permit: AdmissionPermit
-    check_arrival: Callable[[AdmittedRequest, float], None]
-
-    def check_slot_wait(self) -> None:
-        """May raise FirstTokenLate, by the expected wait for a slot."""
-        self.check_arrival(self, self.permit.expected_slot_wait_s(self.prepared.model))
+    check_arrival: Callable[[AdmittedRequest], None]
 
     async def wait_for_room(self) -> None:
         """Waits until it may ask again, after workers had no blocks.
 
         Raises QueueFull, DeadlineExceeded or FirstTokenLate.
         """
-        self.check_slot_wait()
+        self.check_arrival(self)
         await self.permit.wait_for_room()
 
     @property

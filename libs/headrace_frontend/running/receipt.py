@@ -84,7 +84,7 @@ def receipt_field(receipts: Sequence[receipt_pb2.Receipt]) -> dict[str, Any]:
 
     Nothing where no worker has reported a cost.
     """
-    if not any([device_us(one) + one.operator_device_us for one in receipts]):
+    if not any(device_us(one) + one.operator_device_us for one in receipts):
         return {}
     total = receipt_pb2.Receipt()
     for one in receipts:

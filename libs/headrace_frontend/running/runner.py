@@ -74,8 +74,8 @@ class RequestRunner:
     """The error for new requests after `drain`."""
     runs_while_draining: bool = False
     """Whether `dispatch` refuses new requests itself."""
-    check_arrival: Callable[[AdmittedRequest, float], None] = lambda request, slot_wait_s: None
-    """May raise an error for a valid request, with the expected wait for a slot in seconds."""
+    check_arrival: Callable[[AdmittedRequest], None] = lambda request: None
+    """May raise an error for a valid request by its expected wait for a slot."""
     load: LoopLoad = field(default_factory=LoopLoad)
     """That of the event loop."""
     paced: bool = False
@@ -170,7 +170,7 @@ class RequestRunner:
             if (sent := current_input()) is not None:
                 sent.admit()
             await permit.acquire_tokens(len(prepared.token_ids))
-            admitted.check_slot_wait()
+            self.check_arrival(admitted)
             record.slot_wanted()
             await permit.acquire_slot(prepared.model)
             record.slot_acquired()

@@ -71,8 +71,8 @@ class RecordedTable(LoadTable):
 
     def set(self, ref: WorkerRef, load: Load) -> None:
         """See LoadTable."""
-        before = self.load(ref)
-        super().set(ref, load)
+        before = self._loads.get(self._rows[ref])
+        LoadTable.set(self, ref, load)
         is_new = before is None or before.times is not load.times
         size = 2 * EVENT_BYTES + (_times_bytes(load.times) if is_new else 0)
         self._events.add(LoadSet(self.number, ref, load), size)
