@@ -178,7 +178,7 @@ class RouterMetrics(RequestCounter):
         )
 
     def token_gaps(self) -> BucketCounts:
-        return self._gaps.local_counts()
+        return BucketCounts(self._gaps.bounds)
 
     def count_answer(
         self,

@@ -177,8 +177,7 @@ class Histogram:
     """Counts of values by size."""
 
     def __init__(self, name: str, labels: Labels, bounds: Sequence[float]) -> None:
-        self.name, self.labels = name, labels
-        self._bounds = bounds
+        self.name, self.labels, self.bounds = name, labels, bounds
         self._lock = threading.Lock()
         self._series: dict[Labels, HistogramSeries] = {}
 
@@ -189,11 +188,7 @@ class Histogram:
             return found
         with self._lock:
             values = _bounded(values, len(self._series), len(self.labels))
-            return self._series.setdefault(values, HistogramSeries(self._bounds))
-
-    def local_counts(self) -> BucketCounts:
-        """Empty counts with this histogram's bounds, for `merge` of a series."""
-        return BucketCounts(self._bounds)
+            return self._series.setdefault(values, HistogramSeries(self.bounds))
 
     def record(self, value: float, *values: str, example: Example | None = None) -> None:
         """Counts a value of the series with these labels."""

@@ -175,13 +175,6 @@ class LinkedAnswers:
         self._unpaid: dict[int, Callable[[receipt_pb2.Receipt], None]] = {}
         """Of cancelled and failed requests, of which a receipt may come."""
 
-    def __contains__(self, stream_id: int) -> bool:
-        return stream_id in self.by_stream
-
-    def add(self, answer: LinkedAnswer) -> None:
-        """Adds a request."""
-        self.by_stream[answer.stream_id] = answer
-
     def remove(self, stream_id: int) -> LinkedAnswer | None:
         """None when the request has ended."""
         answer = self.by_stream.pop(stream_id, None)

@@ -185,7 +185,7 @@ class DecodeLink:
             self._adapt_interval()
         self._wake.set()
         answer.opened(stream_id, WINDOW_TOKENS, self._grant)
-        self.answers.add(answer)
+        self.answers.by_stream[stream_id] = answer
         answer.expire_after(remaining_s, self._loop)
 
     def release(self, answer: LinkedAnswer) -> None:
@@ -216,7 +216,7 @@ class DecodeLink:
             self._task.cancel()
 
     def _grant(self, stream_id: int, credit_tokens: int) -> None:
-        if stream_id in self.answers:
+        if stream_id in self.answers.by_stream:
             self._outgoing.grant(stream_id, credit_tokens)
             self._wake.set()
 

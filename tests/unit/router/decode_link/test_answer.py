@@ -84,7 +84,7 @@ async def test_failed_requests_that_had_blocks_await_a_receipt() -> None:
         answer = KeptEvents()
         answer.opened(stream_id, 8, lambda *_: None)
         answer.on_receipt = lambda receipt: paid.append(receipt.decode_device_us)
-        answers.add(answer)
+        answers.by_stream[answer.stream_id] = answer
     status = status_of(WorkerGone("it stops")).SerializeToString()
     message = decode_pb2.LinkResponse()
     message.reserved.add(stream_id=1)

@@ -69,13 +69,13 @@ class _Link:
         self.cancelled: set[int] = set()
         for stream_id in _STREAMS:
             reader = self.readers[stream_id] = _Reader(stream_id, window, self._grant)
-            self.answers.add(reader)
+            self.answers.by_stream[reader.stream_id] = reader
             stream = self.streams[stream_id] = self.worker.open(stream_id, window)
             stream.reserve(decode_pb2.Reserved(start_token=stream_id))
             self.generated[stream_id], self.read_tokens[stream_id] = [], []
 
     def _grant(self, stream_id: int, tokens: int) -> None:
-        if stream_id in self.answers:
+        if stream_id in self.answers.by_stream:
             self.router.grant(stream_id, tokens)
 
     def apply(self, kind: str, stream_id: int, count: int) -> None:
