@@ -29,6 +29,8 @@ _COUNTED_BYTES: Final = 4_096
 _WAITING_REQUEST_BYTES: Final = 8_192
 # No more is read of a connection with so many bytes that no handler reads.
 _UNREAD_MAX: Final = 65_536
+# So much is sent before the end of the event loop's turn.
+_UNSENT_MAX: Final = 65_536
 
 
 UNREAD_INPUT: Final = InputMemory(UNREAD_BYTES_MAX)
@@ -190,6 +192,9 @@ class Listener(Protocol):
     def forget(self, connection: Connection) -> None:
         """The connection has ended."""
 
+    def flush_soon(self, connection: Connection) -> None:
+        """Calls `flush` at the end of the event loop's turn."""
+
 
 class Connection(asyncio.Protocol):
     """Serves its requests one after the other, and counts what they keep in memory.
@@ -216,6 +221,7 @@ class Connection(asyncio.Protocol):
         # Whether no request has arrived yet.
         self._new = True
         self._grpc: Http2Refusal | None = None
+        self._unsent = b""
         self._writable = asyncio.Event()
         self._is_counted = False
         """Whether UNREAD_INPUT has bytes of this connection."""
@@ -275,12 +281,24 @@ class Connection(asyncio.Protocol):
             await self._writable.wait()
 
     def write(self, data: bytes) -> None:
-        """See `Client`. uvloop joins what is written in a turn."""
+        """See `Client`."""
+        if self._unsent:
+            self._unsent += data
+        else:
+            self._unsent = data
+            self._server.flush_soon(self)
+        if len(self._unsent) >= _UNSENT_MAX:
+            self.flush()
+
+    def flush(self) -> None:
+        """Sends what was written, unless the connection has ended."""
+        data, self._unsent = self._unsent, b""
         if data and not self.transport.is_closing():
             self.transport.write(data)
 
     def close(self) -> None:
         """Ends the connection after what was written."""
+        self.flush()
         self.transport.close()
 
     def shut_down(self) -> None:

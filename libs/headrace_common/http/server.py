@@ -64,6 +64,7 @@ class HttpServer:
         self._ended = asyncio.Event()
         self._requests: set[asyncio.Task[None]] = set()
         self._connections: set[Connection] = set()
+        self._unsent: list[Connection] = []
         self._handshakes: _Waiting = {}
         self._new: _Waiting = {}
         self._idle: _Waiting = {}
@@ -146,6 +147,17 @@ class HttpServer:
         self._new.pop(connection, None)
         self._idle.pop(connection, None)
         self._ended.set()
+
+    def flush_soon(self, connection: Connection) -> None:
+        """See `Listener`."""
+        if not self._unsent:
+            self._loop.call_soon(self._flush)
+        self._unsent.append(connection)
+
+    def _flush(self) -> None:
+        connections, self._unsent = self._unsent, []
+        for connection in connections:
+            connection.flush()
 
     def _resume_accepting(self) -> None:
         if self._accepts:
