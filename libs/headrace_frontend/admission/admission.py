@@ -51,7 +51,7 @@ class BoundedResource:
         self._name = name
         self._unit = unit
         self._wait_s = wait_s
-        self.mean_hold_s = 0.0
+        self._mean_hold_s = 0.0
         self._probe: asyncio.TimerHandle | None = None
         self._probe_units, self._probe_s = 1, _PROBE_S
         self._fits = False
@@ -150,6 +150,12 @@ class BoundedResource:
             await wait_briefly(granted.wait(), left_s)
         return True
 
+    def release(self, tenant: str, amount: int, priority: Priority, held_s: float) -> None:
+        """Returns units that were held for `held_s`."""
+        weight = _LATEST_WEIGHT if self._mean_hold_s else 1.0
+        self._mean_hold_s += weight * (held_s - self._mean_hold_s)
+        self.pool.release(tenant, amount, priority)
+
     def reject_if_full(self, tenant: str, priority: Priority = Priority.NORMAL) -> None:
         """Raises QueueFull when the resource is full and the tenant is at its share: no amount would be granted."""
         full = self.pool.used >= self.pool.capacity
@@ -162,7 +168,7 @@ class BoundedResource:
         0 when one is free, and before the first was released.
         """
         ahead = self.pool.units_ahead(tenant, priority)
-        return ahead and self.mean_hold_s * ahead / max(1, self.pool.usable)
+        return ahead and self._mean_hold_s * ahead / max(1, self.pool.usable)
 
     def wait_of_holder_s(self, tenant: str, priority: Priority = Priority.NORMAL) -> float:
         """How long a tenant may wait for the use of a unit that was granted to it."""
@@ -198,13 +204,13 @@ class BoundedResource:
 
     def _retry_after_s(self, used: int, share: float, amount: int) -> float:
         """When the missing units are likely to be free: held units are released evenly over the mean hold time."""
-        if not self.mean_hold_s:
+        if not self._mean_hold_s:
             return _RETRY_UNKNOWN_S
         over_share = max(0.0, used + amount - share)
         over_all = max(0, self.pool.used + amount - self.pool.capacity)
-        own_s = self.mean_hold_s * over_share / used if used else 0.0
-        all_s = self.mean_hold_s * over_all / max(1, self.pool.used)
-        return min(_RETRY_MAX_S, max(_RETRY_MIN_S, min(own_s, self.mean_hold_s), all_s))
+        own_s = self._mean_hold_s * over_share / used if used else 0.0
+        all_s = self._mean_hold_s * over_all / max(1, self.pool.used)
+        return min(_RETRY_MAX_S, max(_RETRY_MIN_S, min(own_s, self._mean_hold_s), all_s))
 
 
 class Held:
@@ -236,11 +242,9 @@ class Held:
     def close(self) -> None:
         """Gives them back. Repeats are ignored."""
         if self._amount:
-            amount, self._amount, resource = self._amount, 0, self._resource
-            weight = _LATEST_WEIGHT if resource.mean_hold_s else 1.0
+            amount, self._amount = self._amount, 0
             held_s = time.monotonic() - self._acquired_s
-            resource.mean_hold_s += weight * (held_s - resource.mean_hold_s)
-            resource.pool.release(self._tenant, amount, self._priority)
+            self._resource.release(self._tenant, amount, self._priority, held_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,7 +314,7 @@ class AdmissionPermit:
             self._slot = await slots.acquire(self.tenant, 1, self._deadline, self.priority)
             self._held.append(self._slot)
         self._prompt_of = model
-        self._shared.prompts[model] += 1
+        self._shared.count_prompt(model, 1)
 
     def expected_slot_wait_s(self, model: str) -> float:
         """How long `acquire_slot` is likely to take. 0 when nothing is known."""
@@ -335,7 +339,7 @@ class AdmissionPermit:
         if tokens is not None:
             tokens.close()
         if self._prompt_of:
-            self._shared.prompts[self._prompt_of] -= 1
+            self._shared.count_prompt(self._prompt_of, -1)
             self._prompt_of = ""
 
     def close(self) -> None:
@@ -405,6 +409,10 @@ class Admission:
         pool = FairPool(capacity, self._weights, queue_above_share=True)
         pool = self._watched(f"slots of {model}", pool)
         self._slots[model] = BoundedResource("slots", "decode slots", pool, self._limits.wait_s)
+
+    def count_prompt(self, model: str, count: int) -> None:
+        """So many more requests of the model have a slot and no token yet, or fewer."""
+        self.prompts[model] += count
 
     def waiting_for_slot(self, model: str) -> int:
         """The number of requests that wait for a slot of the model's decode workers."""

@@ -91,7 +91,7 @@ class FairPool:
     used: int = field(default=0, init=False)
     waiting: int = field(default=0, init=False)
     """The number of requests that wait."""
-    watcher: Watcher = field(default=_ignore, init=False)
+    _watcher: Watcher = field(default=_ignore, init=False)
     _number: int = field(default=0, init=False)
     """Of the last request that has waited."""
     parts: dict[Claimant, int] = field(default_factory=dict, init=False)
@@ -102,6 +102,10 @@ class FairPool:
     def usable(self) -> float:
         """Units that may be used now."""
         return min(self.capacity, self.limit)
+
+    def watch(self, watcher: Watcher) -> None:
+        """`watcher` gets every call from now on."""
+        self._watcher = watcher
 
     def used_by(self, tenant: str, priority: Priority = Priority.NORMAL) -> int:
         """Units that a tenant uses in a class."""
@@ -126,7 +130,7 @@ class FairPool:
             claimant = tenant, priority
             self.parts[claimant] = self.parts.get(claimant, 0) + amount
             self.used = used
-        self.watcher("take", tenant, priority, amount, 0, fits, ())
+        self._watcher("take", tenant, priority, amount, 0, fits, ())
         return fits
 
     def acquire(self, request: CapacityRequest) -> Grant:
@@ -140,7 +144,7 @@ class FairPool:
         waits = fits and (self.queue_above_share or not self._exceeds_share(request, wanted))
         if waits:
             self._wait(request)
-        self.watcher("acquire", *claimant, request.amount, request.number, waits, ())
+        self._watcher("acquire", *claimant, request.amount, request.number, waits, ())
         return Grant.WAITING if waits else Grant.REJECTED
 
     def _wait(self, request: CapacityRequest) -> _Queue:
@@ -172,7 +176,7 @@ class FairPool:
         """Changes the capacity, and grants waiting requests that fit now. Granted units stay granted."""
         self.capacity = capacity
         granted = self._grant_waiting()
-        self.watcher("resize", "", Priority.NORMAL, capacity, 0, False, granted)
+        self._watcher("resize", "", Priority.NORMAL, capacity, 0, False, granted)
 
     def requeue(self, request: CapacityRequest) -> None:
         """A request for which there was no use gives back its units, and waits before the others of its tenant.
@@ -182,7 +186,7 @@ class FairPool:
         self._give_back(request.claimant, request.amount)
         self.limit = self.used
         self._wait(request).requests.move_to_end(request, last=False)
-        self.watcher("requeue", *request.claimant, request.amount, request.number, True, ())
+        self._watcher("requeue", *request.claimant, request.amount, request.number, True, ())
 
     def raise_limit(self, units: int) -> bool:
         """Lets more units be used. False when all may be."""
@@ -190,7 +194,7 @@ class FairPool:
         if self.limit >= self.capacity:
             self.limit = math.inf
         granted, limited = self._grant_waiting(), self.limit < self.capacity
-        self.watcher("raise_limit", "", Priority.NORMAL, units, 0, limited, granted)
+        self._watcher("raise_limit", "", Priority.NORMAL, units, 0, limited, granted)
         return limited
 
     def within_share(self, request: CapacityRequest) -> bool:
@@ -206,7 +210,7 @@ class FairPool:
         """Returns granted units, and grants waiting requests that fit now."""
         self._give_back((tenant, priority), amount)
         granted = self._grant_waiting() if self.waiting else ()
-        self.watcher("release", tenant, priority, amount, 0, False, granted)
+        self._watcher("release", tenant, priority, amount, 0, False, granted)
 
     def _give_back(self, claimant: Claimant, amount: int) -> None:
         left = self.parts[claimant] - amount
@@ -223,7 +227,7 @@ class FairPool:
             return False
         self._stop_waiting(queue, request)
         granted = self._grant_waiting()
-        self.watcher("cancel", *request.claimant, request.amount, request.number, True, granted)
+        self._watcher("cancel", *request.claimant, request.amount, request.number, True, granted)
         return True
 
     def _exceeds_share(self, request: CapacityRequest, wanted: int) -> bool:

@@ -101,8 +101,7 @@ class AttemptRecord(AttemptSteps):
     def decoded(self, receipt: receipt_pb2.Receipt) -> None:
         """The decode worker has ended it, and this is what it has cost there."""
         self.decode_receipt = receipt
-        if self._on_late is not None:
-            self._on_late(receipt)
+        self.charge_late(receipt)
 
     def report_late(self, on_late: Callable[[receipt_pb2.Receipt], None]) -> None:
         """`on_late` gets what workers report from now on."""
@@ -248,8 +247,7 @@ class RequestRecord(RequestSteps):
 
     def slot_wanted(self) -> None:
         """The wait for a slot on a decode worker begins, or goes on for another reason."""
-        now_ns = time.monotonic_ns()
-        self.slot_start, self.slot_end = self.slot_start or now_ns // 1_000, None
+        self.slot_start, self.slot_end = self.slot_start or time.monotonic_ns() // 1_000, None
 
     def slot_acquired(self) -> None:
         """The wait for a slot has ended."""

@@ -30,7 +30,6 @@ from headrace_common.telemetry.metrics.instruments import (
     Example,
     Histogram,
     HistogramPoint,
-    HistogramSeries,
     Labels,
 )
 from headrace_common.telemetry.metrics.process import Metrics
@@ -152,8 +151,7 @@ class RouterMetrics(RequestCounter):
             schema.ATTRIBUTE_LATENCY_TOKEN,
             schema.ATTRIBUTE_LATENCY_PART,
         )
-        self._parts_of: dict[tuple[str, Owner], dict[TimePart, HistogramSeries]] = {}
-        self._answers_of: dict[tuple[str, Priority], tuple[HistogramSeries, ...]] = {}
+        self._labels_of: dict[tuple[str, Owner, TimePart], Labels] = {}
         self._exposed = store.histogram(schema.METRIC_TRANSFER_EXPOSED)
         self._prompt_tokens = store.counter(schema.METRIC_PROMPT_TOKENS)
         gauges = _gauges(queue, admission, prefixes, workers, codecs)
@@ -194,22 +192,16 @@ class RouterMetrics(RequestCounter):
         prompt_tokens = len(answer.request.token_ids)
         first_ns, total_ns = answer.first_token_ns - arrival_ns, answer.last_token_ns - arrival_ns
         first_s, total_s, new_tokens = 1e-9 * first_ns, 1e-9 * total_ns, answer.new_tokens
-        series = self._answers_of.get((model, priority))
-        if series is None:
-            series = self._answers_of[model, priority] = (
-                self._first_token_of_class.series(model, priority.label),
-                self._duration.series(model),
-                self._tokens.series(model, "input"),
-                self._tokens.series(model, "output"),
-                self._per_token.series(model),
-                self._gaps.series(model),
-            )
-        values = [first_s, total_s, prompt_tokens, new_tokens]
+        first = ((model, priority.label), first_s)
+        self._first_token_of_class.record_each((first,), example)
+        self._duration.record_each((((model,), total_s),), example)
         if new_tokens > 1:
-            values.append((total_s - first_s) / (new_tokens - 1))
-        HistogramSeries.record_each(zip(series, values, strict=False), example)
+            per_token_s = (total_s - first_s) / (new_tokens - 1)
+            self._per_token.record_each((((model,), per_token_s),), example)
         if answer.gaps is not None:
-            series[-1].merge(answer.gaps)
+            self._gaps.merge(answer.gaps, model)
+        counts = ((model, "input"), prompt_tokens), ((model, "output"), new_tokens)
+        self._tokens.record_each(counts)
         usage = answer.usage
         if usage is not None:
             cached, transferred = usage.decode_cached_tokens, usage.transferred_tokens
@@ -250,13 +242,13 @@ class RouterMetrics(RequestCounter):
             )
 
     def _record_parts(self, one: Sum, model: str, token: Owner, example: Example) -> None:
-        known, values = self._parts_of.setdefault((model, token), {}), []
+        known, found = self._labels_of, list[tuple[Labels, float]]()
         for part, duration_us in one.parts_us.items():
-            series = known.get(part)
-            if series is None:
-                series = known[part] = self._parts.series(model, token.value, part.label)
-            values.append((series, 1e-6 * duration_us))
-        HistogramSeries.record_each(values, example)
+            labels = known.get((model, token, part))
+            if labels is None:
+                labels = known[model, token, part] = (model, token.value, part.label)
+            found.append((labels, 1e-6 * duration_us))
+        self._parts.record_each(found, example)
 
     def count_regret(self, regret: Regret) -> None:
         """Counts a request with an estimate. It has no regret when the other decision would have been no better."""

@@ -76,7 +76,7 @@ async def test_the_logprobs_of_a_prompt_are_split_and_precede_its_tokens(logprob
     streams[1].finish(_END)
     answers, answer = LinkedAnswers(), KeptEvents()
     answer.opened(1, 9, lambda stream_id, tokens: None)
-    answers.by_stream[1] = answer
+    answers.add(answer)
     sizes: list[int] = []
     found = decode_pb2.Tokens()
     while (message := outgoing.next_message()) is not None:

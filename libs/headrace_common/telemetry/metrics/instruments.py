@@ -136,69 +136,61 @@ class BucketCounts:
         self.total += value
 
 
-class HistogramSeries:
-    """The buckets of one combination of labels. `record_each` counts values."""
-
-    __slots__ = ("bounds", "counts", "exemplars", "lock", "total")
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
-        self.exemplars: list[tuple[float, str, float] | None] = [None] * (len(bounds) + 1)
-        self.total = 0.0
-        self.lock = threading.Lock()
-
-    @staticmethod
-    def record_each(
-        values: Iterable[tuple[HistogramSeries, float]], example: Example | None = None
-    ) -> None:
-        """Counts a value of each series, perhaps as the new example of its bucket."""
-        for one, value in values:
-            bucket = bisect_left(one.bounds, value)
-            with one.lock:
-                one.counts[bucket] += 1
-                one.total += value
-                if example is not None:
-                    one.exemplars[bucket] = (value, *example)
-
-    def merge(self, counts: BucketCounts) -> None:
-        """Counts all values of `counts`, which has the same bounds."""
-        with self.lock:
-            self.counts = [a + b for a, b in zip(self.counts, counts.counts, strict=True)]
-            self.total += counts.total
-
-    def point(self) -> HistogramPoint:
-        with self.lock:
-            exemplars = tuple(one and Exemplar._make(one) for one in self.exemplars)
-            return HistogramPoint(tuple(self.counts), self.total, exemplars)
-
-
 class Histogram:
     """Counts of values by size."""
 
     def __init__(self, name: str, labels: Labels, bounds: Sequence[float]) -> None:
         self.name, self.labels, self.bounds = name, labels, bounds
         self._lock = threading.Lock()
-        self._series: dict[Labels, HistogramSeries] = {}
-
-    def series(self, *values: str) -> HistogramSeries:
-        """The series of these labels. A caller may keep it."""
-        found = self._series.get(values)
-        if found is not None:
-            return found
-        with self._lock:
-            values = _bounded(values, len(self._series), len(self.labels))
-            return self._series.setdefault(values, HistogramSeries(self.bounds))
+        self._counts: dict[Labels, list[int]] = {}
+        self._totals: dict[Labels, float] = {}
+        self._exemplars: dict[Labels, list[tuple[float, str, float] | None]] = {}
 
     def record(self, value: float, *values: str, example: Example | None = None) -> None:
         """Counts a value of the series with these labels."""
-        series = self._series.get(values) or self.series(*values)
-        HistogramSeries.record_each(((series, value),), example)
+        self.record_each(((values, value),), example)
+
+    def record_each(
+        self, found: Iterable[tuple[Labels, float]], example: Example | None = None
+    ) -> None:
+        """Counts values of series, perhaps as the new examples of their buckets."""
+        with self._lock:
+            for given, value in found:
+                labels = given if given in self._counts else self._new_series(given)
+                bucket = bisect_left(self.bounds, value)
+                self._counts[labels][bucket] += 1
+                self._totals[labels] += value
+                if example is not None:
+                    self._exemplars[labels][bucket] = (value, *example)
+
+    def merge(self, counts: BucketCounts, *values: str) -> None:
+        """Counts all values of `counts`, which has the same bounds."""
+        with self._lock:
+            labels = values if values in self._counts else self._new_series(values)
+            before = self._counts[labels]
+            self._counts[labels] = [a + b for a, b in zip(before, counts.counts, strict=True)]
+            self._totals[labels] += counts.total
+
+    def _new_series(self, values: Labels) -> Labels:
+        """The labels in force of a new series, which may be the last one for all others."""
+        labels = _bounded(values, len(self._counts), len(self.labels))
+        self._counts.setdefault(labels, [0] * (len(self.bounds) + 1))
+        self._exemplars.setdefault(labels, [None] * (len(self.bounds) + 1))
+        self._totals.setdefault(labels, 0.0)
+        return labels
 
     def points(self) -> dict[Labels, HistogramPoint]:
         with self._lock:
-            series = dict(self._series)
-        return {values: one.point() for values, one in series.items()}
+            found = [
+                (labels, tuple(counts), self._totals[labels], tuple(self._exemplars[labels]))
+                for labels, counts in self._counts.items()
+            ]
+        return {
+            labels: HistogramPoint(
+                counts, total, tuple(one and Exemplar(*one) for one in exemplars)
+            )
+            for labels, counts, total, exemplars in found
+        }
 
 
 _Instrument = TypeVar("_Instrument", Counter, Gauge, Histogram)

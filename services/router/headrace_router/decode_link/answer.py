@@ -41,7 +41,7 @@ class LinkedAnswer(ABC):
     _prompt_logprobs: list[sampling_pb2.TokenLogprobs]
     _timer: asyncio.TimerHandle | None = None
     on_receipt: Callable[[receipt_pb2.Receipt], None] | None = None
-    """Gets a receipt that comes after the end."""
+    """See report_late."""
 
     @abstractmethod
     def reserve(self, reserved: decode_pb2.Reserved) -> None:
@@ -81,6 +81,10 @@ class LinkedAnswer(ABC):
         self.stream_id = stream_id
         self._window_tokens = self._allowed_tokens = window_tokens
         self._on_used, self._prompt_logprobs = on_used, []
+
+    def report_late(self, on_receipt: Callable[[receipt_pb2.Receipt], None]) -> None:
+        """`on_receipt` gets a receipt that comes after the end."""
+        self.on_receipt = on_receipt
 
     def forward(self, add: AddBatch) -> None:
         """From now on `add` gets new tokens."""
@@ -174,6 +178,10 @@ class LinkedAnswers:
         """Those of requests in progress."""
         self._unpaid: dict[int, Callable[[receipt_pb2.Receipt], None]] = {}
         """Of cancelled and failed requests, of which a receipt may come."""
+
+    def add(self, answer: LinkedAnswer) -> None:
+        """Adds a request."""
+        self.by_stream[answer.stream_id] = answer
 
     def remove(self, stream_id: int) -> LinkedAnswer | None:
         """None when the request has ended."""

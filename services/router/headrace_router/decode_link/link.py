@@ -185,7 +185,7 @@ class DecodeLink:
             self._adapt_interval()
         self._wake.set()
         answer.opened(stream_id, WINDOW_TOKENS, self._grant)
-        self.answers.by_stream[stream_id] = answer
+        self.answers.add(answer)
         answer.expire_after(remaining_s, self._loop)
 
     def release(self, answer: LinkedAnswer) -> None:

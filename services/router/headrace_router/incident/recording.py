@@ -316,7 +316,7 @@ class Recorder:
     def pool(self, name: str, pool: FairPool) -> FairPool:
         """Stores the calls of a new pool, which it returns."""
         number, add = next(self._numbers), self._events.add
-        pool.watcher = lambda *call: add(PoolCall(number, *call))
+        pool.watch(lambda *call: add(PoolCall(number, *call)))
         self._pools[number] = name, pool
         self._store_pool(number)
         return pool

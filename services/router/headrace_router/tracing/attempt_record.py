@@ -127,7 +127,7 @@ class RoutedAttempt(AttemptRecord):
     ) -> None:
         """The decode worker is asked."""
         self._start_ns, self._answer = time.monotonic_ns(), answer
-        answer.on_receipt = self.decoded
+        answer.report_late(self.decoded)
         self.start = self._start_ns // 1_000
         self.remote = self.decision is not None and self.decision.remote
         self.first_token_by = MAKERS.get(first_token, BY_DECODE)

@@ -83,8 +83,8 @@ async def test_failed_requests_that_had_blocks_await_a_receipt() -> None:
     for stream_id in (1, 2):
         answer = KeptEvents()
         answer.opened(stream_id, 8, lambda *_: None)
-        answer.on_receipt = lambda receipt: paid.append(receipt.decode_device_us)
-        answers.by_stream[answer.stream_id] = answer
+        answer.report_late(lambda receipt: paid.append(receipt.decode_device_us))
+        answers.add(answer)
     status = status_of(WorkerGone("it stops")).SerializeToString()
     message = decode_pb2.LinkResponse()
     message.reserved.add(stream_id=1)

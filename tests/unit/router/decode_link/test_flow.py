@@ -69,7 +69,7 @@ class _Link:
         self.cancelled: set[int] = set()
         for stream_id in _STREAMS:
             reader = self.readers[stream_id] = _Reader(stream_id, window, self._grant)
-            self.answers.by_stream[reader.stream_id] = reader
+            self.answers.add(reader)
             stream = self.streams[stream_id] = self.worker.open(stream_id, window)
             stream.reserve(decode_pb2.Reserved(start_token=stream_id))
             self.generated[stream_id], self.read_tokens[stream_id] = [], []
