@@ -19,15 +19,7 @@ from opentelemetry.sdk.trace import (
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 from opentelemetry.sdk.trace.sampling import ParentBased, Sampler, TraceIdRatioBased
-from opentelemetry.trace import (
-    INVALID_SPAN_CONTEXT,
-    Span,
-    SpanContext,
-    SpanKind,
-    Status,
-    StatusCode,
-    TraceFlags,
-)
+from opentelemetry.trace import Span, SpanContext, SpanKind, Status, StatusCode, TraceFlags
 from opentelemetry.util.types import AttributeValue
 
 from headrace_common.config import ServiceConfig, parse_sampler
@@ -164,7 +156,7 @@ class Telemetry:
 
         They are as the provider's sampler would decide, which takes three times as long.
         """
-        context, parent = get_current(), INVALID_SPAN_CONTEXT
+        context, parent = get_current(), trace.INVALID_SPAN_CONTEXT
         if context:
             parent = trace.get_current_span(context).get_span_context()
         # One look at a context is cheaper than one at each of its fields.

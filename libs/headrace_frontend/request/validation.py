@@ -7,7 +7,7 @@ import time
 from array import array
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final, Literal, TypeAlias
 
 from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import first_token_pb2, inference_pb2, sampling_pb2
@@ -60,11 +60,8 @@ REQUEST_ID_CHARACTERS_MAX = 128
 _REQUEST_ID = re.compile(r"[!-~]*")
 _PROMPT_FIELDS: Final[tuple[Literal["text", "chat", "tokens"], ...]] = ("text", "chat", "tokens")
 _ID_FIELDS: Final[tuple[Literal["tokens", "generated"], ...]] = ("tokens", "generated")
-_DURATIONS: Final[tuple[Literal["ttft_target", "tpot_target", "keep"], ...]] = (
-    "ttft_target",
-    "tpot_target",
-    "keep",
-)
+_DurationField: TypeAlias = Literal["ttft_target", "tpot_target", "keep"]
+_DURATIONS: Final[tuple[_DurationField, ...]] = ("ttft_target", "tpot_target", "keep")
 _TARGETS: Final = _DURATIONS[:2]
 _PLACEMENTS = frozenset(inference_pb2.PrefillPlacement.values())
 _LOCAL, _REMOTE = inference_pb2.PREFILL_PLACEMENT_LOCAL, inference_pb2.PREFILL_PLACEMENT_REMOTE
