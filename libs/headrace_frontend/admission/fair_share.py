@@ -29,8 +29,9 @@ _ROUNDING: Final = 1e-9
 Claimant: TypeAlias = tuple[str, Priority]
 """A tenant, and the class of some of its requests."""
 Watcher: TypeAlias = Callable[[str, str, Priority, int, int, bool, tuple[int, ...]], None]
-"""Gets the name of each method that was called, its tenant, class, amount, number of a request that may wait, and
-result, and the numbers of the requests that got units after a wait."""
+"""Gets each call: the name of the method, the tenant, the class, the amount, the number of a request that may wait, and
+the result. Then the numbers of the requests that got units after a wait.
+"""
 
 
 def _ignore(*_: object) -> None:
