@@ -10,7 +10,7 @@ import asyncio
 import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from heapq import nlargest
+from heapq import heappop, heappush
 from typing import Final, Protocol, TypeAlias
 
 from headrace.inference.v1 import first_token_pb2, inference_pb2, sampling_pb2
@@ -57,14 +57,16 @@ class LongestTimes:
 
     least_ns = 20_000_000
     """A time that is not longer is not kept."""
-    _found: Sequence[tuple[int, int]] = ()
+    _found: list[tuple[int, int]] | None = None
 
     def add(self, time_ns: int, end_ns: int) -> None:
         """Keeps a time, in place of the shortest when there are too many."""
+        found = self._found = self._found or []
         if time_ns > self.least_ns:
-            self._found = nlargest(_LONGEST_MAX, (*self._found, (time_ns, end_ns)))
-            if len(self._found) == _LONGEST_MAX:
-                self.least_ns = self._found[-1][0]
+            heappush(found, (time_ns, end_ns))
+        if len(found) > _LONGEST_MAX:
+            heappop(found)
+            self.least_ns = found[0][0]
 
     def intervals(self, longer_than_ns: float = 0) -> list[tuple[int, int]]:
         """The start and the end of each by the monotonic clock, the earliest first."""
