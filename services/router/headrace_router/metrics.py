@@ -30,6 +30,7 @@ from headrace_common.telemetry.metrics.instruments import (
     Example,
     Histogram,
     HistogramPoint,
+    HistogramSeries,
     Labels,
 )
 from headrace_common.telemetry.metrics.process import Metrics
@@ -151,7 +152,7 @@ class RouterMetrics(RequestCounter):
             schema.ATTRIBUTE_LATENCY_TOKEN,
             schema.ATTRIBUTE_LATENCY_PART,
         )
-        self._labels_of: dict[tuple[str, Owner, TimePart], Labels] = {}
+        self._parts_of: dict[tuple[str, Owner], dict[TimePart, HistogramSeries]] = {}
         self._exposed = store.histogram(schema.METRIC_TRANSFER_EXPOSED)
         self._prompt_tokens = store.counter(schema.METRIC_PROMPT_TOKENS)
         gauges = _gauges(queue, admission, prefixes, workers, codecs)
@@ -176,7 +177,7 @@ class RouterMetrics(RequestCounter):
         )
 
     def token_gaps(self) -> BucketCounts:
-        return BucketCounts(self._gaps.bounds)
+        return self._gaps.local_counts()
 
     def count_answer(
         self,
@@ -192,24 +193,22 @@ class RouterMetrics(RequestCounter):
         prompt_tokens = len(answer.request.token_ids)
         first_ns, total_ns = answer.first_token_ns - arrival_ns, answer.last_token_ns - arrival_ns
         first_s, total_s, new_tokens = 1e-9 * first_ns, 1e-9 * total_ns, answer.new_tokens
-        first = ((model, priority.label), first_s)
-        self._first_token_of_class.record_each((first,), example)
-        self._duration.record_each((((model,), total_s),), example)
+        self._first_token_of_class.record(first_s, model, priority.label, example=example)
+        self._duration.record(total_s, model, example=example)
         if new_tokens > 1:
             per_token_s = (total_s - first_s) / (new_tokens - 1)
-            self._per_token.record_each((((model,), per_token_s),), example)
+            self._per_token.record(per_token_s, model, example=example)
         if answer.gaps is not None:
-            self._gaps.merge(answer.gaps, model)
-        counts = ((model, "input"), prompt_tokens), ((model, "output"), new_tokens)
-        self._tokens.record_each(counts)
+            self._gaps.series(model).merge(answer.gaps)
+        self._tokens.record(prompt_tokens, model, "input")
+        self._tokens.record(new_tokens, model, "output")
         usage = answer.usage
         if usage is not None:
             cached, transferred = usage.decode_cached_tokens, usage.transferred_tokens
-            self._prompt_tokens.add_each(
-                ((model, "decode_cache"), cached),
-                ((model, "transferred"), transferred),
-                ((model, "computed"), max(0, prompt_tokens - cached - transferred)),
-            )
+            self._prompt_tokens.add(cached, model, "decode_cache")
+            self._prompt_tokens.add(transferred, model, "transferred")
+            computed = max(0, prompt_tokens - cached - transferred)
+            self._prompt_tokens.add(computed, model, "computed")
 
     def answered(self, model: str) -> load_pb2.RequestTotals:
         """Sums over the answered requests of a model, for planners."""
@@ -242,13 +241,12 @@ class RouterMetrics(RequestCounter):
             )
 
     def _record_parts(self, one: Sum, model: str, token: Owner, example: Example) -> None:
-        known, found = self._labels_of, list[tuple[Labels, float]]()
+        known = self._parts_of.setdefault((model, token), {})
         for part, duration_us in one.parts_us.items():
-            labels = known.get((model, token, part))
-            if labels is None:
-                labels = known[model, token, part] = (model, token.value, part.label)
-            found.append((labels, 1e-6 * duration_us))
-        self._parts.record_each(found, example)
+            series = known.get(part)
+            if series is None:
+                series = known[part] = self._parts.series(model, token.value, part.label)
+            series.record(1e-6 * duration_us, example)
 
     def count_regret(self, regret: Regret) -> None:
         """Counts a request with an estimate. It has no regret when the other decision would have been no better."""

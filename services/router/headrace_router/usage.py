@@ -71,11 +71,12 @@ class UsageBook:
     ) -> None:
         tenant, model, _ = payer
         add_receipt(line.receipt, receipt)
-        self._device_time.add_each(
-            ((tenant, model, "prefill"), 1e-6 * receipt.prefill_device_us),
-            ((tenant, model, "decode"), 1e-6 * receipt.decode_device_us),
-            ((tenant, model, "operator"), 1e-6 * receipt.operator_device_us),
-        )
+        for kind, device_us in (
+            ("prefill", receipt.prefill_device_us),
+            ("decode", receipt.decode_device_us),
+            ("operator", receipt.operator_device_us),
+        ):
+            self._device_time.add(1e-6 * device_us, tenant, model, kind)
         for use in receipt.kv:
             self._kv.add(use.byte_seconds, tenant, model, use.tier)
 

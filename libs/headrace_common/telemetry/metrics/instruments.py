@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple, TypeAlias, TypeVar
 
@@ -60,20 +60,14 @@ class Counter:
 
     def add(self, count: float, *values: str) -> None:
         """`values` are those of the labels, in their order."""
-        self.add_each((values, count))
-
-    def add_each(self, *counts: tuple[Labels, float]) -> None:
-        """Adds to several series."""
         with self._lock:
-            for given, count in counts:
-                values = given
-                if values not in self._values:
-                    values = _bounded(given, len(self._values), len(self.labels))
-                self._values[values] = self._values.get(values, 0) + count
+            if values not in self._values:
+                values = _bounded(values, len(self._values), len(self.labels))
+            self._values[values] = self._values.get(values, 0) + count
 
     def count(self, *values: str) -> None:
         """Adds one."""
-        self.add_each((values, 1))
+        self.add(1, *values)
 
     def points(self) -> dict[Labels, float]:
         with self._lock:
@@ -136,61 +130,69 @@ class BucketCounts:
         self.total += value
 
 
+class HistogramSeries:
+    """The buckets of one combination of labels."""
+
+    __slots__ = ("_bounds", "_counts", "_exemplars", "_lock", "_total")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._exemplars: list[tuple[float, str, float] | None] = [None] * (len(bounds) + 1)
+        self._total = 0.0
+        self._lock = threading.Lock()
+
+    def record(self, value: float, example: Example | None = None) -> None:
+        """Counts a value, perhaps as the new example of its bucket."""
+        bucket = bisect_left(self._bounds, value)
+        with self._lock:
+            self._counts[bucket] += 1
+            self._total += value
+            if example is not None:
+                self._exemplars[bucket] = (value, *example)
+
+    def merge(self, counts: BucketCounts) -> None:
+        """Counts all values of `counts`, which has the same bounds."""
+        with self._lock:
+            self._counts = [a + b for a, b in zip(self._counts, counts.counts, strict=True)]
+            self._total += counts.total
+
+    def point(self) -> HistogramPoint:
+        with self._lock:
+            exemplars = tuple(one and Exemplar._make(one) for one in self._exemplars)
+            return HistogramPoint(tuple(self._counts), self._total, exemplars)
+
+
 class Histogram:
     """Counts of values by size."""
 
     def __init__(self, name: str, labels: Labels, bounds: Sequence[float]) -> None:
-        self.name, self.labels, self.bounds = name, labels, bounds
+        self.name, self.labels = name, labels
+        self._bounds = bounds
         self._lock = threading.Lock()
-        self._counts: dict[Labels, list[int]] = {}
-        self._totals: dict[Labels, float] = {}
-        self._exemplars: dict[Labels, list[tuple[float, str, float] | None]] = {}
+        self._series: dict[Labels, HistogramSeries] = {}
+
+    def series(self, *values: str) -> HistogramSeries:
+        """The series of these labels. A caller may keep it."""
+        found = self._series.get(values)
+        if found is not None:
+            return found
+        with self._lock:
+            values = _bounded(values, len(self._series), len(self.labels))
+            return self._series.setdefault(values, HistogramSeries(self._bounds))
+
+    def local_counts(self) -> BucketCounts:
+        """Empty counts with this histogram's bounds, for `merge` of a series."""
+        return BucketCounts(self._bounds)
 
     def record(self, value: float, *values: str, example: Example | None = None) -> None:
         """Counts a value of the series with these labels."""
-        self.record_each(((values, value),), example)
-
-    def record_each(
-        self, found: Iterable[tuple[Labels, float]], example: Example | None = None
-    ) -> None:
-        """Counts values of series, perhaps as the new examples of their buckets."""
-        with self._lock:
-            for given, value in found:
-                labels = given if given in self._counts else self._new_series(given)
-                bucket = bisect_left(self.bounds, value)
-                self._counts[labels][bucket] += 1
-                self._totals[labels] += value
-                if example is not None:
-                    self._exemplars[labels][bucket] = (value, *example)
-
-    def merge(self, counts: BucketCounts, *values: str) -> None:
-        """Counts all values of `counts`, which has the same bounds."""
-        with self._lock:
-            labels = values if values in self._counts else self._new_series(values)
-            before = self._counts[labels]
-            self._counts[labels] = [a + b for a, b in zip(before, counts.counts, strict=True)]
-            self._totals[labels] += counts.total
-
-    def _new_series(self, values: Labels) -> Labels:
-        """The labels in force of a new series, which may be the last one for all others."""
-        labels = _bounded(values, len(self._counts), len(self.labels))
-        self._counts.setdefault(labels, [0] * (len(self.bounds) + 1))
-        self._exemplars.setdefault(labels, [None] * (len(self.bounds) + 1))
-        self._totals.setdefault(labels, 0.0)
-        return labels
+        (self._series.get(values) or self.series(*values)).record(value, example)
 
     def points(self) -> dict[Labels, HistogramPoint]:
         with self._lock:
-            found = [
-                (labels, tuple(counts), self._totals[labels], tuple(self._exemplars[labels]))
-                for labels, counts in self._counts.items()
-            ]
-        return {
-            labels: HistogramPoint(
-                counts, total, tuple(one and Exemplar(*one) for one in exemplars)
-            )
-            for labels, counts, total, exemplars in found
-        }
+            series = dict(self._series)
+        return {values: one.point() for values, one in series.items()}
 
 
 _Instrument = TypeVar("_Instrument", Counter, Gauge, Histogram)
