@@ -296,8 +296,7 @@ class RequestInput:
             self._calls[self.caller] -= 1
             if not self._calls[self.caller]:
                 del self._calls[self.caller]
-        if not self._is_admitted:
-            self.admit()
+        self.admit()
         if self.size >= _TRIM_BYTES_MIN:
             self._memory.trim_later()
         _CURRENT.set(None)

@@ -223,8 +223,6 @@ class Connection(asyncio.Protocol):
         self._grpc: Http2Refusal | None = None
         self._unsent = b""
         self._writable = asyncio.Event()
-        self._is_counted = False
-        """Whether UNREAD_INPUT has bytes of this connection."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self.transport = transport
@@ -318,8 +316,7 @@ class Connection(asyncio.Protocol):
         if len(self._exchanges) > PIPELINED_MAX:
             raise Refused(HTTPStatus.TOO_MANY_REQUESTS)
         self._new = False
-        if self._timer is not None:
-            self._restart_timer(None)
+        self._restart_timer(None)
         self._server.start_request(self)
         self._exchanges.append(exchange)
         if len(self._exchanges) == 1:
@@ -361,9 +358,7 @@ class Connection(asyncio.Protocol):
         """See `Client`."""
         if self.transport.is_closing():
             return
-        held = 0
-        for exchange in self._exchanges:
-            held += exchange.count_body()
+        held = sum([exchange.count_body() for exchange in self._exchanges])
         waiting = max(0, len(self._exchanges) - 1)
         # While it reads, it notices that the client has gone.
         if waiting >= PIPELINED_MAX or held > _UNREAD_MAX or self._refusal is not None:
@@ -372,10 +367,8 @@ class Connection(asyncio.Protocol):
             self.transport.resume_reading()
         held += self._parser.head_bytes + waiting * _WAITING_REQUEST_BYTES
         if held >= _COUNTED_BYTES:
-            self._is_counted = True
             UNREAD_INPUT.hold(self, held)
-        elif self._is_counted:
-            self._is_counted = False
+        else:
             UNREAD_INPUT.release(self)
 
     def end_input(self) -> None:

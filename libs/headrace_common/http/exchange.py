@@ -92,7 +92,7 @@ class HttpExchange:
         self._body_complete = False
         # While a handler reads the body.
         self._input: RequestInput | None = None
-        self._reader: asyncio.Future[None] | None = None
+        self._arrived = asyncio.Event()
 
     def add_header(self, name: str, value: str) -> None:
         """Sends a header with whatever becomes the response."""
@@ -106,31 +106,19 @@ class HttpExchange:
         """A part of the body has arrived. Nothing wants the rest once there is a response."""
         if not self._ended:
             self._body += data
-            if self._reader is not None:
-                self._wake_reader()
+            self._arrived.set()
 
     def end_body(self) -> None:
         """The body is complete."""
         self._body_complete = True
-        if self._reader is not None:
-            self._wake_reader()
+        self._arrived.set()
 
     def disconnect(self) -> None:
         """The client has closed the connection."""
         self._disconnected = True
-        self._wake_reader()
+        self._arrived.set()
         if self._serving is not None and not self._ended:
             self._serving.cancel()
-
-    def _wake_reader(self) -> None:
-        reader, self._reader = self._reader, None
-        if reader is not None and not reader.done():
-            reader.set_result(None)
-
-    async def _wait_for_more(self) -> None:
-        """Waits until more of the body arrives, or its end, or the client has gone."""
-        self._reader = asyncio.get_running_loop().create_future()
-        await self._reader
 
     def count_body(self) -> int:
         """Counts what a handler reads of the body for its caller. The number of bytes that none reads yet."""
@@ -169,7 +157,8 @@ class HttpExchange:
             if self._body:
                 size_s = len(self._body) / BODY_BYTES_PER_S
                 clock.reschedule(min(end_s + size_s, loop.time() + BODY_PAUSE_S))
-            await self._wait_for_more()
+            self._arrived.clear()
+            await self._arrived.wait()
         clock.reschedule(None)
         data, self._body = bytes(self._body), bytearray()
         return data
@@ -179,13 +168,14 @@ class HttpExchange:
 
         Raises HttpError for a body that pauses, and Cancelled.
         """
-        if not (self._body or self._body_complete) and "expect" in self.headers:
+        if not self._arrived.is_set() and "expect" in self.headers:
             self._connection.write(_CONTINUE)
         try:
             async with asyncio.timeout(BODY_PAUSE_S):
                 while not (self._body or self._body_complete):
+                    self._arrived.clear()
                     self._connection.count_input()
-                    await self._wait_for_more()
+                    await self._arrived.wait()
                     if self._disconnected:
                         raise Cancelled("the client closed the connection")
         except TimeoutError:
@@ -221,8 +211,7 @@ class HttpExchange:
 
         Waits while the client does not read.
         """
-        if self._connection.write_paused:
-            await self._connection.until_writable()
+        await self._connection.until_writable()
         self._connection.write(self._part(data, headers))
 
     async def finish(self, data: bytes = b"", headers: Mapping[str, str] = _NO_HEADERS) -> None:
@@ -266,8 +255,7 @@ class HttpExchange:
         if self._ended:
             raise RuntimeError("the response has ended")
         self._ended = True
-        if self._connection.write_paused:
-            await self._connection.until_writable()
+        await self._connection.until_writable()
         self._body.clear()
         self._connection.end_response(data, keeps_alive=self._keeps_alive)
 

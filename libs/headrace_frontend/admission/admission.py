@@ -300,9 +300,8 @@ class AdmissionPermit:
         # Images beyond the bound by themselves are admitted alone.
         size = min(size, images.pool.capacity)
         if size:
-            self._held.append(
-                await images.acquire(self.tenant, size, self._deadline, self.priority)
-            )
+            held = await images.acquire(self.tenant, size, self._deadline, self.priority)
+            self._held.append(held)
 
     async def acquire_slot(self, model: str) -> None:
         """Waits for a slot of the model's decode workers. Raises QueueFull or DeadlineExceeded.

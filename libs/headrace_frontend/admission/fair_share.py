@@ -34,10 +34,6 @@ the result. Then the numbers of the requests that got units after a wait.
 """
 
 
-def _ignore(*_: object) -> None:
-    """Watches no calls."""
-
-
 class Grant(Enum):
     """What becomes of a request."""
 
@@ -92,7 +88,7 @@ class FairPool:
     used: int = field(default=0, init=False)
     waiting: int = field(default=0, init=False)
     """The number of requests that wait."""
-    _watcher: Watcher = field(default=_ignore, init=False)
+    _watcher: Watcher = field(default=lambda *_: None, init=False)
     _number: int = field(default=0, init=False)
     """Of the last request that has waited."""
     parts: dict[Claimant, int] = field(default_factory=dict, init=False)

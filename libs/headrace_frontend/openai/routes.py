@@ -169,11 +169,9 @@ class _Answering:
         events: EventStream | None = None,
     ) -> Coroutine[Any, Any, None]:
         """Runs the requests of all prompts. The first error ends them all. `events` may send messages at once."""
-        refuses = (
-            self._parts.rejects_unknown_fields
-            and not generation.body.model_fields_set.isdisjoint(_MAX_TOKENS)
-            and not isinstance(generation.format, MessagesFormat)
-        )
+        is_sent = not generation.body.model_fields_set.isdisjoint(_MAX_TOKENS)
+        is_refused = is_sent and self._parts.rejects_unknown_fields
+        refuses = is_refused and not isinstance(generation.format, MessagesFormat)
         on_lowered = None if refuses else partial(_name_lowered, exchange)
         runs: list[Coroutine[Any, Any, None]] = []
         first_index = 0

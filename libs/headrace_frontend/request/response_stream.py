@@ -70,9 +70,8 @@ class LongestTimes:
 
     def intervals(self, longer_than_ns: float = 0) -> list[tuple[int, int]]:
         """The start and the end of each by the monotonic clock, the earliest first."""
-        if not self._found:
-            return []
-        return sorted((end - time, end) for time, end in self._found if time > longer_than_ns)
+        found = self._found or ()
+        return sorted([(end - time, end) for time, end in found if time > longer_than_ns])
 
 
 class ResponseStream:

@@ -62,7 +62,6 @@ _PROMPT_FIELDS: Final[tuple[Literal["text", "chat", "tokens"], ...]] = ("text", 
 _ID_FIELDS: Final[tuple[Literal["tokens", "generated"], ...]] = ("tokens", "generated")
 _DurationField: TypeAlias = Literal["ttft_target", "tpot_target", "keep"]
 _DURATIONS: Final[tuple[_DurationField, ...]] = ("ttft_target", "tpot_target", "keep")
-_TARGETS: Final = _DURATIONS[:2]
 _PLACEMENTS = frozenset(inference_pb2.PrefillPlacement.values())
 _LOCAL, _REMOTE = inference_pb2.PREFILL_PLACEMENT_LOCAL, inference_pb2.PREFILL_PLACEMENT_REMOTE
 _FIRST_TOKEN_POLICIES = frozenset(first_token_pb2.FirstTokenPolicy.values())
@@ -256,7 +255,7 @@ def request_violations(request: inference_pb2.GenerateRequest) -> dict[str, str]
         violations["first_token"] = "must be one of the named values"
     if len(request.cache_salt) > CLIENT_SALT_CHARACTERS_MAX:
         violations["cache_salt"] = f"must have at most {CLIENT_SALT_CHARACTERS_MAX} characters"
-    for target in filter(request.HasField, _TARGETS):
+    for target in filter(request.HasField, _DURATIONS[:2]):
         if not 0 < seconds_from_duration(getattr(request, target)) <= TOKEN_TARGET_MAX_S:
             violations[target] = f"must be above 0 s and at most {TOKEN_TARGET_MAX_S} s"
     return violations
