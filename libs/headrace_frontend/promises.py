@@ -34,14 +34,10 @@ def terms_to_proto(tenant: str, seconds: float) -> decode_pb2.Keep:
     return decode_pb2.Keep(duration=duration_from_seconds(seconds), owner=owner)
 
 
-def kept_of(
-    finished: decode_pb2.Finished, incarnation: str, transfer_id: str
-) -> keep_pb2.Kept | None:
+def kept_of(promise: keep_pb2.Kept, incarnation: str, transfer_id: str) -> keep_pb2.Kept:
     """A worker's promise with its id for clients. The id has the place, so any router can find the promise by it."""
-    if not finished.HasField("kept"):
-        return None
     kept = keep_pb2.Kept()
-    kept.CopyFrom(finished.kept)
+    kept.CopyFrom(promise)
     if kept.tokens:
         kept.id = incarnation + transfer_id
     return kept

@@ -11,7 +11,7 @@ import gc
 import ipaddress
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from contextvars import ContextVar
 from functools import lru_cache
@@ -90,12 +90,13 @@ class _Turn(NamedTuple):
 class CallerTurns:
     """One turn for each waiting caller in each iteration of the event loop, which owns this.
 
-    A turn lasts until the task waits for something, so nothing must be released. While `alone` returns true, no turn is
-    waited for.
+    A turn lasts until the task waits for something, so nothing must be released. While there is but one of `calls`, no
+    turn is waited for.
     """
 
-    def __init__(self, alone: Callable[[], bool]) -> None:
-        self._alone = alone
+    def __init__(self, calls: Mapping[str, int]) -> None:
+        """`calls` are those in flight, by caller."""
+        self._calls = calls
         self._waiting: OrderedDict[str, deque[_Turn]] = OrderedDict()
         self._task_of: dict[str, asyncio.Task[object]] = {}
         """The task of each caller with a turn in this iteration."""
@@ -107,8 +108,9 @@ class CallerTurns:
         return sum(len(turns) for turns in self._waiting.values())
 
     async def wait(self, caller: str) -> None:
-        """Returns at a turn of the caller for the current task. At once while it has one."""
-        if not self._waiting and self._alone():
+        """Returns at a turn of the caller for the current task. At once while it has one, and without a caller."""
+        calls = self._calls
+        if not caller or (not self._waiting and len(calls) <= 1 and sum(calls.values()) <= 1):
             return
         # Each look for the loop is a system call.
         loop = asyncio.get_running_loop()
@@ -256,6 +258,7 @@ READS_MAX: Final = 8
 """Requests of a caller that are received at a time over gRPC. Only a complete one can be counted."""
 _ROOM_WAIT_S: Final = 30.0
 _INPUT: Final = InputMemory(INPUT_BYTES_MAX)
+_CALLER: Final = ContextVar[str]("caller", default="")
 _CURRENT: Final = ContextVar["RequestInput | None"]("input", default=None)
 
 
@@ -266,20 +269,33 @@ class RequestInput:
     up, the oldest request of the caller with the most bytes ends with QueueFull.
     """
 
-    def __init__(self, caller: str, memory: InputMemory | None = None) -> None:
-        self.caller = caller
+    def __init__(
+        self,
+        caller: str,
+        memory: InputMemory | None = None,
+        calls: Counter[str] | None = None,
+    ) -> None:
+        """`calls` counts the calls in flight of each caller, of which this is one."""
+        self.caller, self._calls = caller, calls
         self._memory = memory or _INPUT
         self.size = 0
         """Bytes that have arrived, without those of a small request."""
-        self._is_admitted = self._is_refused = self._is_cancelled = False
+        self._is_held = self._is_admitted = self._is_refused = self._is_cancelled = False
         self._task: asyncio.Task[object] | None = None
 
     def __enter__(self) -> RequestInput:
         self._task = asyncio.current_task()
+        if self._calls is not None:
+            _CALLER.set(self.caller)
+            self._calls[self.caller] += 1
         _CURRENT.set(self)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._calls is not None:
+            self._calls[self.caller] -= 1
+            if not self._calls[self.caller]:
+                del self._calls[self.caller]
         self.admit()
         if self.size >= _TRIM_BYTES_MIN:
             self._memory.trim_later()
@@ -306,6 +322,7 @@ class RequestInput:
         """So many bytes have arrived so far. Raises QueueFull in a task of the request that is refused."""
         self.size = size
         if not (self._is_admitted or self._is_refused):
+            self._is_held = True
             self._memory.hold(self, size)
         if self._is_refused and asyncio.current_task() is not None:
             raise _no_memory()
@@ -317,7 +334,8 @@ class RequestInput:
     def admit(self) -> None:
         """The bytes count elsewhere from now on."""
         self._is_admitted = True
-        self._memory.release(self)
+        if self._is_held:
+            self._memory.release(self)
 
     def end_input(self) -> None:
         """See Input."""
@@ -344,30 +362,8 @@ REFUSED_BODY: Final = "late request"
 REFUSED_KEY: Final = "removed key"
 
 
-_CALLER: Final = ContextVar[str]("caller", default="")
-
-
 def _ignore_refusal(reason: str, count: int) -> None:
     pass
-
-
-class _Call(RequestInput):
-    """A call in flight. Its request is an input of its caller."""
-
-    def __init__(self, caller: str, calls: Counter[str]) -> None:
-        super().__init__(caller)
-        self._calls = calls
-
-    def __enter__(self) -> RequestInput:
-        _CALLER.set(self.caller)
-        self._calls[self.caller] += 1
-        return super().__enter__()
-
-    def __exit__(self, kind: type[BaseException] | None, *others: object) -> None:
-        self._calls[self.caller] -= 1
-        if not self._calls[self.caller]:
-            del self._calls[self.caller]
-        super().__exit__(kind, *others)
 
 
 class CallerBounds:
@@ -390,7 +386,7 @@ class CallerBounds:
         self._calls: Counter[str] = Counter()
         # Calls of one caller take turns too. Work for all of them in one iteration would delay the first answer until
         # the last request is routed.
-        self._turns = CallerTurns(lambda: len(self._calls) <= 1 and sum(self._calls.values()) <= 1)
+        self._turns = CallerTurns(self._calls)
 
     def calls(self, caller: str) -> int:
         """Calls in flight of a caller."""
@@ -405,7 +401,7 @@ class CallerBounds:
                 "max_concurrent_requests",
                 metadata={"queue": "calls", "maxsize": str(self._calls_max)},
             )
-        return _Call(caller, self._calls)
+        return RequestInput(caller, calls=self._calls)
 
     def rechecked(self, tenant_now: Callable[[], str], tenant: str) -> AbstractContextManager[None]:
         """Ends the block with Unauthenticated once `tenant_now` does not return the tenant of the call any more."""
@@ -419,8 +415,6 @@ class CallerBounds:
 
         return Rechecked(check, self._check_s) if tenant else nullcontext()
 
-    async def wait_turn(self) -> None:
+    def wait_turn(self) -> Awaitable[None]:
         """Waits until the caller may do expensive work, up to the next wait. Outside `call` it is no wait."""
-        caller = _CALLER.get()
-        if caller:
-            await self._turns.wait(caller)
+        return self._turns.wait(_CALLER.get())

@@ -61,12 +61,8 @@ class RequestParser:
         self.in_head = self.in_body = False
         # Whether a request has ended in the piece that is parsed.
         self._ended_in_piece = False
-        self._message_bytes = self._body_bytes = 0
-
-    @property
-    def head_bytes(self) -> int:
-        """Bytes of incomplete headers."""
-        return self._message_bytes if self.in_head else 0
+        self.head_bytes = self._message_bytes = self._body_bytes = 0
+        """The first: of incomplete headers."""
 
     def close(self) -> None:
         """Ends its use. Its parts refer to each other, and are freed now without a garbage collection."""
@@ -85,7 +81,7 @@ class RequestParser:
             try:
                 self._parser.feed_data(piece)
             except httptools.HttpParserUpgrade as stopped:
-                if self._offers_upgrade():
+                if self._parser.should_upgrade() and self._offers_upgrade():
                     # The parser has stopped at the end of the headers.
                     pieces += (piece[stopped.args[0] :], memoryview(self._head_without_upgrade()))
             except httptools.HttpParserError as error:
@@ -106,15 +102,16 @@ class RequestParser:
             size += sum(len(name) + len(value) for name, value in self._headers)
         self._message_bytes += size
         bytes_max = HEAD_BYTES_MAX - 1
-        if not self.in_head:
+        if self.in_head:
+            self.head_bytes = self._message_bytes
+        else:
             bytes_max = 2 * HEAD_BYTES_MAX + _FRAMING_PER_BODY_BYTE * self._body_bytes
         if self._message_bytes > bytes_max:
             raise Refused(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
 
     def _offers_upgrade(self) -> bool:
-        return self._parser.should_upgrade() and any(
-            name.lower() == b"upgrade" for name, _ in self._headers
-        )
+        """Whether a head of which the parser finds so names what to upgrade to."""
+        return any(name.lower() == b"upgrade" for name, _ in self._headers)
 
     def _head_without_upgrade(self) -> bytes:
         """What the parser gets instead of a head, so that it reads the body too."""
@@ -142,8 +139,8 @@ class RequestParser:
 
     def on_headers_complete(self) -> None:
         """See httptools."""
-        self.in_head = False
-        if self._offers_upgrade():
+        self.in_head, self.head_bytes = False, 0
+        if self._parser.should_upgrade() and self._offers_upgrade():
             return
         url = httptools.parse_url(self._url)
         path = url.path.decode("ascii")
@@ -170,7 +167,7 @@ class RequestParser:
 
     def on_message_complete(self) -> None:
         """See httptools."""
-        if not self._offers_upgrade():
+        if not (self._parser.should_upgrade() and self._offers_upgrade()):
             self.in_body = False
             self._ended_in_piece = True
             self._exchange.end_body()

@@ -85,7 +85,7 @@ def divide(start_us: int, end_us: int, claims: Iterable[Claim]) -> Sum:
         if taken_us:
             parts[part] = parts.get(part, 0) + taken_us
             free = left
-    rest = sum(gap_end - gap_start for gap_start, gap_end in free)
+    rest = sum([gap_end - gap_start for gap_start, gap_end in free])
     if rest:
         parts[_REST] = parts.get(_REST, 0) + rest
     return Sum(max(0, end_us - start_us), parts)

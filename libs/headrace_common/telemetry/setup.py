@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple, TypeAlias
 
 from opentelemetry import trace
-from opentelemetry.context import Context
+from opentelemetry.context import Context, get_current
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import (
     ReadableSpan,
@@ -156,7 +156,9 @@ class Telemetry:
 
         They are as the provider's sampler would decide, which takes three times as long.
         """
-        parent = trace.get_current_span().get_span_context()
+        context, parent = get_current(), trace.INVALID_SPAN_CONTEXT
+        if context:
+            parent = trace.get_current_span(context).get_span_context()
         # One look at a context is cheaper than one at each of its fields.
         trace_id, _, _, parent_flags, state, has_parent = parent
         flags = int(parent_flags)

@@ -168,7 +168,7 @@ class BoundedResource:
         0 when one is free, and before the first was released.
         """
         ahead = self.pool.units_ahead(tenant, priority)
-        return self._mean_hold_s * ahead / max(1, self.pool.usable)
+        return ahead and self._mean_hold_s * ahead / max(1, self.pool.usable)
 
     def wait_of_holder_s(self, tenant: str, priority: Priority = Priority.NORMAL) -> float:
         """How long a tenant may wait for the use of a unit that was granted to it."""
@@ -274,14 +274,10 @@ class AdmissionPermit:
         self.tenant, self.priority, self._deadline = tenant, priority, deadline
         self._shared = shared
         self._held = [place]
+        """Until the end."""
         self._tokens: Held | None = None
         self._slot: Held | None = None
         self._prompt_of = ""
-
-    async def _acquire(self, resource: BoundedResource, amount: int) -> Held:
-        held = await resource.acquire(self.tenant, amount, self._deadline, self.priority)
-        self._held.append(held)
-        return held
 
     async def acquire_tokens(self, count: int) -> None:
         """Admits the prompt to the queue of prompts that wait for their prefill.
@@ -296,7 +292,7 @@ class AdmissionPermit:
                     f"{tokens.pool.capacity}; shorten it"
                 }
             )
-        self._tokens = await self._acquire(tokens, count)
+        self._tokens = await tokens.acquire(self.tenant, count, self._deadline, self.priority)
 
     async def acquire_images(self, size: int) -> None:
         """Admits the bytes of a request's images, until it ends. Raises QueueFull or DeadlineExceeded."""
@@ -304,7 +300,8 @@ class AdmissionPermit:
         # Images beyond the bound by themselves are admitted alone.
         size = min(size, images.pool.capacity)
         if size:
-            await self._acquire(images, size)
+            held = await images.acquire(self.tenant, size, self._deadline, self.priority)
+            self._held.append(held)
 
     async def acquire_slot(self, model: str) -> None:
         """Waits for a slot of the model's decode workers. Raises QueueFull or DeadlineExceeded.
@@ -313,7 +310,8 @@ class AdmissionPermit:
         """
         slots = self._shared.slots_of(model)
         if slots is not None:
-            self._slot = await self._acquire(slots, 1)
+            self._slot = await slots.acquire(self.tenant, 1, self._deadline, self.priority)
+            self._held.append(self._slot)
         self._prompt_of = model
         self._shared.count_prompt(model, 1)
 
@@ -336,8 +334,9 @@ class AdmissionPermit:
 
     def release_tokens(self) -> None:
         """The prompt no longer waits. Repeats are ignored."""
-        if self._tokens is not None:
-            self._tokens.close()
+        tokens, self._tokens = self._tokens, None
+        if tokens is not None:
+            tokens.close()
         if self._prompt_of:
             self._shared.count_prompt(self._prompt_of, -1)
             self._prompt_of = ""
@@ -373,13 +372,10 @@ class Admission:
         self.prompts: Counter[str] = Counter()
         """Requests of each model that have a slot and no token yet."""
         self._slots: dict[str, BoundedResource] = {}
-        """By model."""
+        self.slots_of: Callable[[str], BoundedResource | None] = self._slots.get
+        """The slots of a model's decode workers. None while no worker of it has been seen."""
         self._limits = limits
         self._weights, self._watched = weights, watched
-
-    def slots_of(self, model: str) -> BoundedResource | None:
-        """The slots of a model's decode workers. None while no worker of it has been seen."""
-        return self._slots.get(model)
 
     @property
     def waiting(self) -> int:

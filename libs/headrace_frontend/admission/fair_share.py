@@ -28,6 +28,10 @@ _ROUNDING: Final = 1e-9
 
 Claimant: TypeAlias = tuple[str, Priority]
 """A tenant, and the class of some of its requests."""
+Watcher: TypeAlias = Callable[[str, str, Priority, int, int, bool, tuple[int, ...]], None]
+"""Gets each call: the name of the method, the tenant, the class, the amount, the number of a request that may wait, and
+the result. Then the numbers of the requests that got units after a wait.
+"""
 
 
 class Grant(Enum):
@@ -46,16 +50,8 @@ class CapacityRequest:
     amount: int
     on_granted: Callable[[], None]
     priority: Priority = Priority.NORMAL
-
-    def call_first(self, watcher: Callable[[], None]) -> None:
-        """`watcher` is called before `on_granted`."""
-        on_granted = self.on_granted
-
-        def granted() -> None:
-            watcher()
-            on_granted()
-
-        self.on_granted = granted
+    number: int = 0
+    """Given by the pool to each that waits."""
 
     @property
     def claimant(self) -> Claimant:
@@ -92,7 +88,11 @@ class FairPool:
     used: int = field(default=0, init=False)
     waiting: int = field(default=0, init=False)
     """The number of requests that wait."""
-    _used: dict[Claimant, int] = field(default_factory=dict, init=False)
+    _watcher: Watcher = field(default=lambda *_: None, init=False)
+    _number: int = field(default=0, init=False)
+    """Of the last request that has waited."""
+    parts: dict[Claimant, int] = field(default_factory=dict, init=False)
+    """The units that each claimant uses."""
     _queues: dict[Claimant, _Queue] = field(default_factory=dict, init=False)
 
     @property
@@ -100,52 +100,63 @@ class FairPool:
         """Units that may be used now."""
         return min(self.capacity, self.limit)
 
+    def watch(self, watcher: Watcher) -> None:
+        """`watcher` gets every call from now on."""
+        self._watcher = watcher
+
     def used_by(self, tenant: str, priority: Priority = Priority.NORMAL) -> int:
         """Units that a tenant uses in a class."""
-        return self._used.get((tenant, priority), 0)
+        return self.parts.get((tenant, priority), 0)
 
     def used_in(self, priority: Priority) -> int:
         """Units that all tenants use in a class."""
-        return sum(used for (_, one), used in self._used.items() if one is priority)
+        return sum(used for (_, one), used in self.parts.items() if one is priority)
 
     def share(self, tenant: str, priority: Priority = Priority.NORMAL) -> float:
         """Units that a tenant may use in a class while there is not enough for all."""
         weights, claimant = self.weights(), (tenant, priority)
-        claimants = self._used.keys() | self._queues.keys() | {claimant}
+        claimants = self.parts.keys() | self._queues.keys() | {claimant}
         total = sum(_weight(weights, name) for name in claimants)
         return self.usable * _weight(weights, claimant) / total
 
     def take(self, tenant: str, amount: int, priority: Priority = Priority.NORMAL) -> bool:
         """Grants units at once. False when they are not free, or others wait."""
         used = self.used + amount
-        if self.waiting or used > self.capacity or used > self.limit:
-            return False
-        claimant = tenant, priority
-        self._used[claimant] = self._used.get(claimant, 0) + amount
-        self.used = used
-        return True
+        fits = not (self.waiting or used > self.capacity or used > self.limit)
+        if fits:
+            claimant = tenant, priority
+            self.parts[claimant] = self.parts.get(claimant, 0) + amount
+            self.used = used
+        self._watcher("take", tenant, priority, amount, 0, fits, ())
+        return fits
 
     def acquire(self, request: CapacityRequest) -> Grant:
         """Grants the request, lets it wait, or rejects it. More than the capacity is always rejected."""
-        if request.amount > self.capacity:
-            return Grant.REJECTED
-        if self.take(request.tenant, request.amount, request.priority):
+        fits = request.amount <= self.capacity
+        if fits and self.take(request.tenant, request.amount, request.priority):
             return Grant.GRANTED
         claimant = request.claimant
         queue = self._queues.get(claimant)
-        wanted = self._used.get(claimant, 0) + (queue.units if queue is not None else 0)
-        if not self.queue_above_share and self._exceeds_share(request, wanted):
-            return Grant.REJECTED
-        self._queues.setdefault(claimant, _Queue()).add(request)
+        wanted = self.parts.get(claimant, 0) + (queue.units if queue is not None else 0)
+        waits = fits and (self.queue_above_share or not self._exceeds_share(request, wanted))
+        if waits:
+            self._wait(request)
+        self._watcher("acquire", *claimant, request.amount, request.number, waits, ())
+        return Grant.WAITING if waits else Grant.REJECTED
+
+    def _wait(self, request: CapacityRequest) -> _Queue:
         self.waiting += 1
-        return Grant.WAITING
+        self._number = request.number = self._number + 1
+        queue = self._queues.setdefault(request.claimant, _Queue())
+        queue.add(request)
+        return queue
 
     def units_ahead(self, tenant: str, priority: Priority = Priority.NORMAL) -> float:
         """Units that are granted before one more of a tenant that asks for it now, this one included.
 
         0 when it would be granted at once. The others get their shares meanwhile.
         """
-        if self.used < self.usable and not self.waiting:
+        if self.used < self.capacity and self.used < self.limit and not self.waiting:
             return 0.0
         weights, claimant = self.weights(), (tenant, priority)
         queue = self._queues.get(claimant)
@@ -161,7 +172,8 @@ class FairPool:
     def resize(self, capacity: int) -> None:
         """Changes the capacity, and grants waiting requests that fit now. Granted units stay granted."""
         self.capacity = capacity
-        self._grant_waiting()
+        granted = self._grant_waiting()
+        self._watcher("resize", "", Priority.NORMAL, capacity, 0, False, granted)
 
     def requeue(self, request: CapacityRequest) -> None:
         """A request for which there was no use gives back its units, and waits before the others of its tenant.
@@ -170,22 +182,21 @@ class FairPool:
         """
         self._give_back(request.claimant, request.amount)
         self.limit = self.used
-        queue = self._queues.setdefault(request.claimant, _Queue())
-        queue.add(request)
-        queue.requests.move_to_end(request, last=False)
-        self.waiting += 1
+        self._wait(request).requests.move_to_end(request, last=False)
+        self._watcher("requeue", *request.claimant, request.amount, request.number, True, ())
 
     def raise_limit(self, units: int) -> bool:
         """Lets more units be used. False when all may be."""
         self.limit += units
         if self.limit >= self.capacity:
             self.limit = math.inf
-        self._grant_waiting()
-        return self.limit < self.capacity
+        granted, limited = self._grant_waiting(), self.limit < self.capacity
+        self._watcher("raise_limit", "", Priority.NORMAL, units, 0, limited, granted)
+        return limited
 
     def within_share(self, request: CapacityRequest) -> bool:
         """Whether a waiting request, after the earlier ones of its tenant, fits the tenant's share."""
-        wanted = self._used.get(request.claimant, 0)
+        wanted = self.parts.get(request.claimant, 0)
         for earlier in self._queues[request.claimant].requests:
             if earlier is request:
                 break
@@ -195,15 +206,15 @@ class FairPool:
     def release(self, tenant: str, amount: int, priority: Priority = Priority.NORMAL) -> None:
         """Returns granted units, and grants waiting requests that fit now."""
         self._give_back((tenant, priority), amount)
-        if self.waiting:
-            self._grant_waiting()
+        granted = self._grant_waiting() if self.waiting else ()
+        self._watcher("release", tenant, priority, amount, 0, False, granted)
 
     def _give_back(self, claimant: Claimant, amount: int) -> None:
-        left = self._used[claimant] - amount
+        left = self.parts[claimant] - amount
         if left:
-            self._used[claimant] = left
+            self.parts[claimant] = left
         else:
-            del self._used[claimant]
+            del self.parts[claimant]
         self.used -= amount
 
     def cancel(self, request: CapacityRequest) -> bool:
@@ -212,7 +223,8 @@ class FairPool:
         if queue is None or request not in queue.requests:
             return False
         self._stop_waiting(queue, request)
-        self._grant_waiting()
+        granted = self._grant_waiting()
+        self._watcher("cancel", *request.claimant, request.amount, request.number, True, granted)
         return True
 
     def _exceeds_share(self, request: CapacityRequest, wanted: int) -> bool:
@@ -220,25 +232,28 @@ class FairPool:
         share = self.share(*request.claimant)
         return bool(wanted) and wanted + request.amount > share + _ROUNDING
 
-    def _grant_waiting(self) -> None:
-        weights = self.weights()
+    def _grant_waiting(self) -> tuple[int, ...]:
+        """The numbers of the requests that get units."""
+        weights, granted = self.weights(), list[int]()
         while self._queues:
             name = min(self._queues, key=lambda one: self._precedence(one, weights))
             queue = self._queues[name]
             request = next(iter(queue.requests))
             if self.used + request.amount > self.usable:
                 # No request overtakes it: else large requests would wait forever.
-                return
+                break
             self._stop_waiting(queue, request)
-            self._used[name] = self._used.get(name, 0) + request.amount
+            self.parts[name] = self.parts.get(name, 0) + request.amount
             self.used += request.amount
+            granted.append(request.number)
             request.on_granted()
+        return tuple(granted)
 
     def _precedence(
         self, name: Claimant, weights: Mapping[str, float]
     ) -> tuple[bool, float, Priority]:
         """The least is next: one without units, or else the one with the least for its weight, by class of equals."""
-        used, (_, priority) = self._used.get(name, 0), name
+        used, (_, priority) = self.parts.get(name, 0), name
         if not used:
             return False, 0.0, priority
         first = next(iter(self._queues[name].requests))

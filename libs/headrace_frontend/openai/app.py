@@ -24,7 +24,7 @@ from headrace_frontend.openai.batches.folder import BATCH, FILE
 from headrace_frontend.openai.batches.routes import BatchRoutes
 from headrace_frontend.openai.block_apis.anthropic import MESSAGES_ERRORS
 from headrace_frontend.openai.block_apis.responses_answers import RESPONSES_ERRORS
-from headrace_frontend.openai.errors import OPENAI_ERRORS, serve, unknown_path
+from headrace_frontend.openai.errors import OPENAI_ERRORS, respond_error, unknown_path
 from headrace_frontend.openai.intake import ClientParts, Intake
 from headrace_frontend.openai.requests import KeepBody
 from headrace_frontend.openai.routes import GenerateRoutes, TokenizeRoutes
@@ -151,7 +151,12 @@ class OpenAiApp:
             exchange.add_header("request-id", exchange.request_id)
         if self._parts.origins:
             self._permit_page(exchange)
-        await serve(exchange, self._serve(exchange, route), errors)
+        try:
+            call, recheck = self._intake.in_bounds(exchange)
+            with call, recheck:
+                await self._handler(exchange, route)(exchange)
+        except Exception as error:  # noqa: BLE001 - the outermost frame of a request
+            await respond_error(exchange, error, errors)
 
     async def drain(self, deadline: Deadline) -> None:
         """Waits for what runs without a client, until the deadline. New work is rejected already."""
@@ -179,11 +184,6 @@ class OpenAiApp:
                 parts[3::2] = _STORED_NAMES[:names]
             path = "/".join(parts)
         return path
-
-    async def _serve(self, exchange: HttpExchange, route: str) -> None:
-        call, recheck = self._intake.in_bounds(exchange)
-        with call, recheck:
-            await self._handler(exchange, route)(exchange)
 
     def _handler(self, exchange: HttpExchange, route: str) -> _Handler:
         handlers = self._routes.get(route)

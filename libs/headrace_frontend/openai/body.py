@@ -35,7 +35,7 @@ class Body(BaseModel):
     @property
     def ignored(self) -> Iterable[str]:
         """The fields that change nothing, though the client may expect it."""
-        return self.model_extra or ()
+        return self.__pydantic_extra__ or ()
 
     @classmethod
     def translated(cls, fields: dict[str, Any]) -> dict[str, Any]:

@@ -148,21 +148,19 @@ async def serve(
     try:
         await serving
     except Exception as error:  # noqa: BLE001 - the outermost frame of a request
-        # The error refers to this frame and to the request's body. A variable for it here would keep both in memory.
-        await _respond(
-            exchange,
-            error if isinstance(error, HttpError) else reported_error(error, exchange.path),
-            errors,
-        )
+        await respond_error(exchange, error, errors)
 
 
-async def _respond(
-    exchange: HttpExchange, error: HeadraceError | HttpError, errors: ErrorForm
-) -> None:
+async def respond_error(exchange: HttpExchange, error: Exception, errors: ErrorForm) -> None:
+    """The error is the response, or the last event of a started stream.
+
+    It refers to the caller's frame and to the request's body. A variable for it there would keep both in memory.
+    """
+    shown = error if isinstance(error, HttpError) else reported_error(error, exchange.path)
     if exchange.started:
-        await exchange.finish(errors.event(error))
+        await exchange.finish(errors.event(shown))
     else:
-        await exchange.respond(status_of(error), errors.whole(error), headers_of(error))
+        await exchange.respond(status_of(shown), errors.whole(shown), headers_of(shown))
 
 
 def invalid_body(error: ValidationError) -> InvalidRequest:

@@ -48,7 +48,8 @@ def _whole(value: Any) -> Any:
 
 
 Integer = Annotated[int, BeforeValidator(_whole)]
-Uint32 = Annotated[Integer, Field(ge=0, lt=2**32)]
+# The bounds come first: pydantic's own check them.
+Uint32 = Annotated[int, Field(ge=0, lt=2**32), BeforeValidator(_whole)]
 Token = Annotated[int, Field(ge=0, lt=2**32)]
 TargetSeconds = Annotated[float, Field(gt=0, le=TOKEN_TARGET_MAX_S, allow_inf_nan=False)] | None
 TokenList = Annotated[list[Token], Field(fail_fast=True, max_length=_TOKENS_MAX)]
@@ -257,7 +258,7 @@ class GenerationBody(Body):
         Annotated[float, Field(gt=0, le=REQUEST_TIMEOUT_MAX_S, allow_inf_nan=False)] | None
     ) = None
 
-    @property
+    @cached_property
     def includes(self) -> Includes:
         """What the response has besides its choices."""
         options = self.stream_options or _NO_OPTIONS

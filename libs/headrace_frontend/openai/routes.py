@@ -6,7 +6,6 @@ import asyncio
 import json
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Literal, TypeAlias
@@ -136,9 +135,11 @@ class _Answering:
         events = EventStream(
             exchange, generation.format, choices=generation.choices, prompts=prompts
         )
-        with closing(events):
+        try:
             events.ping_each(self._parts.stream_ping_s)
             await self._running(exchange, generation, events.write, events)
+        finally:
+            events.close()
         await events.finish()
 
     async def _collect(self, exchange: HttpExchange, generation: Generation) -> None:

@@ -59,11 +59,11 @@ class CompletionText:
 
     def finish(self, completion_tokens: int) -> str:
         """The text that was held back: it can be a part of a character or of a stop string, which it can complete."""
-        rest = ""
-        if not self.stopped:
-            may_stop = completion_tokens > self._min_tokens
-            rest = self._stop_scanner.scan(self._detokenizer.flush(), may_stop=may_stop)
-        return rest + self._stop_scanner.flush()
+        rest = "" if self.stopped else self._detokenizer.flush()
+        if not self.has_stop_strings:
+            return rest
+        may_stop = completion_tokens > self._min_tokens
+        return self._stop_scanner.scan(rest, may_stop=may_stop) + self._stop_scanner.flush()
 
 
 def wants_prompt_logprobs(request: PreparedRequest) -> bool:

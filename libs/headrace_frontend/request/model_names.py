@@ -37,7 +37,7 @@ def resolve_model(
     A model has precedence over an adapter of its name. Raises InvalidRequest, which lists the names.
     """
     if name in models:
-        return ModelChoice(name, _adapter_of(name, adapter, adapters))
+        return ModelChoice(name, _adapter_of(name, adapter, adapters) if adapter else None)
     served = sorted(models)
     if name:
         owners = sorted(model for model in served if name in adapters.get(model, {}))
@@ -65,12 +65,10 @@ def resolve_model(
             },
             cause="missing_required_parameter",
         )
-    return ModelChoice(served[0], _adapter_of(served[0], adapter, adapters))
+    return resolve_model(served[0], models, adapters, adapter)
 
 
-def _adapter_of(model: str, name: str, adapters: Adapters) -> Adapter | None:
-    if not name:
-        return None
+def _adapter_of(model: str, name: str, adapters: Adapters) -> Adapter:
     of_model = adapters.get(model, {})
     if name in of_model:
         return of_model[name]

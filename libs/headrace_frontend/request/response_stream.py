@@ -55,24 +55,23 @@ class Outlet(Protocol):
 class LongestTimes:
     """The longest of many times, at most 8, of more than 20 ms each."""
 
-    __slots__ = ("_found", "least_ns")
-
-    def __init__(self) -> None:
-        self.least_ns = 20_000_000
-        """A time that is not longer is not kept."""
-        self._found: list[tuple[int, int]] = []
+    least_ns = 20_000_000
+    """A time that is not longer is not kept."""
+    _found: list[tuple[int, int]] | None = None
 
     def add(self, time_ns: int, end_ns: int) -> None:
         """Keeps a time, in place of the shortest when there are too many."""
+        found = self._found = self._found or []
         if time_ns > self.least_ns:
-            heappush(self._found, (time_ns, end_ns))
-        if len(self._found) > _LONGEST_MAX:
-            heappop(self._found)
-            self.least_ns = self._found[0][0]
+            heappush(found, (time_ns, end_ns))
+        if len(found) > _LONGEST_MAX:
+            heappop(found)
+            self.least_ns = found[0][0]
 
     def intervals(self, longer_than_ns: float = 0) -> list[tuple[int, int]]:
         """The start and the end of each by the monotonic clock, the earliest first."""
-        return sorted((end - time, end) for time, end in self._found if time > longer_than_ns)
+        found = self._found or ()
+        return sorted([(end - time, end) for time, end in found if time > longer_than_ns])
 
 
 class ResponseStream:

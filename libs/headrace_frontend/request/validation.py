@@ -61,7 +61,7 @@ _REQUEST_ID = re.compile(r"[!-~]*")
 _PROMPT_FIELDS: Final[tuple[Literal["text", "chat", "tokens"], ...]] = ("text", "chat", "tokens")
 _ID_FIELDS: Final[tuple[Literal["tokens", "generated"], ...]] = ("tokens", "generated")
 _DurationField: TypeAlias = Literal["ttft_target", "tpot_target", "keep"]
-_TARGETS: Final[tuple[_DurationField, ...]] = ("ttft_target", "tpot_target")
+_DURATIONS: Final[tuple[_DurationField, ...]] = ("ttft_target", "tpot_target", "keep")
 _PLACEMENTS = frozenset(inference_pb2.PrefillPlacement.values())
 _LOCAL, _REMOTE = inference_pb2.PREFILL_PLACEMENT_LOCAL, inference_pb2.PREFILL_PLACEMENT_REMOTE
 _FIRST_TOKEN_POLICIES = frozenset(first_token_pb2.FirstTokenPolicy.values())
@@ -172,7 +172,7 @@ def prepare(
     context = min(max_model_len.get(model) or codec.max_model_len, PROMPT_TOKENS_MAX)
     token_ids = array("I")
     images: PromptImages = ()
-    if not any(path.partition(".")[0] in (*_PROMPT_FIELDS, "prompt") for path in violations):
+    if not {path.partition(".")[0] for path in violations} & {*_PROMPT_FIELDS, "prompt"}:
         prompt_violations = byte_violations(request, codec, context)
         if not prompt_violations:
             token_ids, images, prompt_violations = _tokenized(
@@ -190,6 +190,10 @@ def prepare(
         violations.update(prompt_logprobs_violations(request, len(token_ids)))
     if violations:
         raise InvalidRequest(violations)
+    ttft_target_s, tpot_target_s, keep_s = [
+        seconds_from_duration(getattr(request, name)) if request.HasField(name) else None
+        for name in _DURATIONS
+    ]
     model_stops = frozenset() if sampling.ignore_eos else codec.stop_token_ids
     return PreparedRequest(
         request_id=request_id,
@@ -211,20 +215,16 @@ def prepare(
         or not sampling.HasField("skip_special_tokens"),
         priority=priority,
         tenant=tenant,
-        ttft_target_s=_seconds(request, "ttft_target"),
-        tpot_target_s=_seconds(request, "tpot_target"),
-        keep_s=_seconds(request, "keep"),
+        ttft_target_s=ttft_target_s,
+        tpot_target_s=tpot_target_s,
+        keep_s=keep_s,
         includes_latency=request.include_latency,
         tokenized_ns=(start_ns, time.monotonic_ns()),
         images=images,
         # Protobuf copies them, which takes milliseconds.
-        image_bytes=sum(len(image.data) for image in images),
+        image_bytes=sum(len(image.data) for image in images) if images else 0,
         image_prefix_ids=hashed_token_ids(token_ids, images) if images else None,
     )
-
-
-def _seconds(request: inference_pb2.GenerateRequest, name: _DurationField) -> float | None:
-    return seconds_from_duration(getattr(request, name)) if request.HasField(name) else None
 
 
 def _workers_sampling(
@@ -255,9 +255,8 @@ def request_violations(request: inference_pb2.GenerateRequest) -> dict[str, str]
         violations["first_token"] = "must be one of the named values"
     if len(request.cache_salt) > CLIENT_SALT_CHARACTERS_MAX:
         violations["cache_salt"] = f"must have at most {CLIENT_SALT_CHARACTERS_MAX} characters"
-    for target in _TARGETS:
-        seconds = _seconds(request, target)
-        if seconds is not None and not 0 < seconds <= TOKEN_TARGET_MAX_S:
+    for target in filter(request.HasField, _DURATIONS[:2]):
+        if not 0 < seconds_from_duration(getattr(request, target)) <= TOKEN_TARGET_MAX_S:
             violations[target] = f"must be above 0 s and at most {TOKEN_TARGET_MAX_S} s"
     return violations
 
@@ -298,10 +297,10 @@ def _answer_violations(request: inference_pb2.GenerateRequest) -> Iterator[tuple
         yield "best_of", f"must be from n to {ANSWERS_MAX}, not {best_of}"
     elif best_of and best_of < max(1, n):
         yield "best_of", f"must be at least n, {n}, not {best_of}"
-    keep_s = _seconds(request, "keep")
-    if keep_s is not None and not 0 < keep_s <= KEEP_MAX_S:
+    keeps = request.HasField("keep")
+    if keeps and not 0 < seconds_from_duration(request.keep) <= KEEP_MAX_S:
         yield "keep", f"must be above 0 s and at most {KEEP_MAX_S} s"
-    elif keep_s is not None and several:
+    elif keeps and several:
         yield "keep", "excludes several answers; ask for one"
     if continued and several:
         yield "generated", "must be empty for several answers; send n=1 for each of them"

@@ -36,18 +36,14 @@ class AdmittedRequest:
     deadline: Deadline
     record: RequestRecord
     permit: AdmissionPermit
-    check_arrival: Callable[[AdmittedRequest, float], None]
-
-    def check_slot_wait(self) -> None:
-        """May raise FirstTokenLate, by the expected wait for a slot."""
-        self.check_arrival(self, self.permit.expected_slot_wait_s(self.prepared.model))
+    check_arrival: Callable[[AdmittedRequest], None]
 
     async def wait_for_room(self) -> None:
         """Waits until it may ask again, after workers had no blocks.
 
         Raises QueueFull, DeadlineExceeded or FirstTokenLate.
         """
-        self.check_slot_wait()
+        self.check_arrival(self)
         await self.permit.wait_for_room()
 
     @property
@@ -123,12 +119,12 @@ class RunningAttempt:
         self._require_reservation()
         if self._records:
             self._records[-1].decoded(finished.receipt)
-        kept = kept_of(finished, self._call.incarnation, self._call.transfer_id)
-        self._end(
-            self._outcome(
-                finished.reason, finished.cached_tokens, finished.transferred_tokens, kept
-            )
-        )
+        call = self._call
+        kept = None
+        if finished.HasField("kept"):
+            kept = kept_of(finished.kept, call.incarnation, call.transfer_id)
+        cached, transferred = finished.cached_tokens, finished.transferred_tokens
+        self._end(self._outcome(finished.reason, cached, transferred, kept))
 
     def fail(self, error: Exception) -> None:
         """The attempt has failed."""
@@ -201,7 +197,7 @@ async def finish_response(
     last = record.attempts[-1] if record.attempts else AttemptRecord(0)
     # An answer that has moved began with an earlier attempt.
     prefill_cached = max(
-        (one.prefill_cached_tokens for one in record.attempts if not one.error), default=0
+        [one.prefill_cached_tokens for one in record.attempts if not one.error], default=0
     )
     usage = inference_pb2.Usage(
         prompt_tokens=prompt_tokens,

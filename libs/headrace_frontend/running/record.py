@@ -203,7 +203,7 @@ class RequestRecord(RequestSteps):
     _receipt_is_whole: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        self.trace_id = f"{self.context.trace_id:032x}"
+        self.trace_id = f"{self.context[0]:032x}"
 
     @property
     def sampled(self) -> bool:
@@ -247,18 +247,18 @@ class RequestRecord(RequestSteps):
 
     def slot_wanted(self) -> None:
         """The wait for a slot on a decode worker begins, or goes on for another reason."""
-        self.slot_start, self.slot_end = self.slot_start or now_us(), None
+        self.slot_start, self.slot_end = self.slot_start or time.monotonic_ns() // 1_000, None
 
     def slot_acquired(self) -> None:
         """The wait for a slot has ended."""
-        self.slot_end = now_us()
+        self.slot_end = time.monotonic_ns() // 1_000
 
     def update(self) -> None:
         """Takes the steps that are known now."""
         for attempt in self.attempts:
             attempt.update()
         response = self.response
-        if response is None or not response.started or not self.attempts:
+        if response is None or not response.first_token_ns or not self.attempts:
             return
         self.first_token = self._token_at(response.first_token_ns // 1_000)
         if response.second_token_ns:
@@ -278,7 +278,7 @@ class RequestRecord(RequestSteps):
     def receipt_now(self) -> receipt_pb2.Receipt:
         """What the request has cost, as far as it is known."""
         if not self._receipt_is_whole:
-            self.receipt = receipt_of(attempt.receipt() for attempt in self.attempts)
+            self.receipt = receipt_of([attempt.receipt() for attempt in self.attempts])
             reported = [attempt.has_reported for attempt in self.attempts]
             self._receipt_is_whole = bool(reported) and all(reported)
         return self.receipt
@@ -303,7 +303,7 @@ class RequestRecord(RequestSteps):
     def close(self) -> None:
         """The request has ended, and what its workers reported has arrived."""
         self.update()
-        self.end_us = now_us()
+        self.end_us = time.monotonic_ns() // 1_000
         response, self.response = self.response, None
         if response is not None:
             self.tokens_ns = (
@@ -430,7 +430,7 @@ class RequestRecord(RequestSteps):
 
     def _missing_report(self) -> asyncio.Future[Any] | None:
         """That of the last attempt, if it made a token."""
-        if not self.attempts or self.response is None or not self.response.started:
+        if not self.attempts or self.response is None or not self.response.first_token_ns:
             return None
         return self.attempts[-1].missing_report
 
@@ -481,7 +481,7 @@ def gaps_of(response: ResponseStream, failures_ns: Sequence[int], end_ns: int) -
     rest = (response.finished_ns or last_ns, end_ns)
     if rest[1] - rest[0] > response.client_waits.least_ns:
         intervals.append(rest)
-    return tuple(Gap(*one, _cause(*one, failures_ns, waits)) for one in intervals)
+    return tuple([Gap(*one, _cause(*one, failures_ns, waits)) for one in intervals])
 
 
 def _cause(

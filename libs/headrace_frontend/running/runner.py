@@ -17,12 +17,12 @@ from headrace_common.latency.clocks import clocks_now
 from headrace_common.process.pacing import LoopLoad
 from headrace_common.rpc.trace_context import SERVED
 from headrace_common.telemetry.metrics.instruments import BucketCounts
-from headrace_frontend.admission.admission import Admission, AdmissionPermit
+from headrace_frontend.admission.admission import Admission
 from headrace_frontend.answers import Answer, answer_count, request_id_of, run_answers
 from headrace_frontend.request.preparation import RequestPreparer
 from headrace_frontend.request.response_stream import Outlet, ResponseStream, ResponseWriter
 from headrace_frontend.running.attempt import AdmittedRequest
-from headrace_frontend.running.record import FINISH_REASON_NAMES, RequestRecord
+from headrace_frontend.running.record import FINISH_REASON_NAMES
 from headrace_frontend.running.tracer import RequestTracer
 
 READ_GRACE_S: Final = 5.0
@@ -74,8 +74,8 @@ class RequestRunner:
     """The error for new requests after `drain`."""
     runs_while_draining: bool = False
     """Whether `dispatch` refuses new requests itself."""
-    check_arrival: Callable[[AdmittedRequest, float], None] = lambda request, slot_wait_s: None
-    """May raise an error for a valid request, with the expected wait for a slot in seconds."""
+    check_arrival: Callable[[AdmittedRequest], None] = lambda request: None
+    """May raise an error for a valid request by its expected wait for a slot."""
     load: LoopLoad = field(default_factory=LoopLoad)
     """That of the event loop."""
     paced: bool = False
@@ -141,7 +141,45 @@ class RequestRunner:
         permit = await self.admission.admit(answer.tenant, answer.deadline, priority)
         record = self.tracer.start(answer.request_id, answer.arrival, priority=priority.label)
         try:
-            response = await self._run_admitted(answer, permit, record)
+            prepared = answer.prepared
+            if prepared is None:
+                prepared = await self.preparer.prepare(
+                    answer.request,
+                    answer.request_id,
+                    answer.deadline,
+                    answer.tenant,
+                    answer.priority,
+                    answer.on_lowered,
+                )
+            if answer.group is not None:
+                prepared = answer.group.first_prepared(prepared)
+            record.prepared(answer.request, prepared)
+            response = ResponseStream(
+                prepared,
+                record.trace_id,
+                self.load,
+                paced=self.paced,
+                gaps=self.counter.token_gaps(),
+                on_first_message=permit.release_tokens,
+            )
+            admitted = AdmittedRequest(
+                prepared, response, answer.deadline, record, permit, self.check_arrival
+            )
+            if prepared.images:
+                await permit.acquire_images(prepared.image_bytes)
+            if (sent := current_input()) is not None:
+                sent.admit()
+            await permit.acquire_tokens(len(prepared.token_ids))
+            self.check_arrival(admitted)
+            record.slot_wanted()
+            await permit.acquire_slot(prepared.model)
+            record.slot_acquired()
+            await self.callers.wait_turn()
+            record.starts(response)
+            if answer.group is not None:
+                answer.group.first_started(response)
+            read_limit_s = answer.deadline.remaining_s() + READ_GRACE_S
+            await response.write(self.dispatch(admitted), answer.write, answer.outlet, read_limit_s)
         except BaseException as error:
             self.tracer.end(record, error)
             raise
@@ -155,50 +193,6 @@ class RequestRunner:
             arrival_ns=answer.arrival.monotonic_ns,
             priority=priority,
         )
-
-    async def _run_admitted(
-        self, answer: Answer, permit: AdmissionPermit, record: RequestRecord
-    ) -> ResponseStream:
-        prepared = answer.prepared
-        if prepared is None:
-            prepared = await self.preparer.prepare(
-                answer.request,
-                answer.request_id,
-                answer.deadline,
-                answer.tenant,
-                answer.priority,
-                answer.on_lowered,
-            )
-        if answer.group is not None:
-            prepared = answer.group.first_prepared(prepared)
-        record.prepared(answer.request, prepared)
-        response = ResponseStream(
-            prepared,
-            record.trace_id,
-            self.load,
-            paced=self.paced,
-            gaps=self.counter.token_gaps(),
-            on_first_message=permit.release_tokens,
-        )
-        admitted = AdmittedRequest(
-            prepared, response, answer.deadline, record, permit, self.check_arrival
-        )
-        if prepared.images:
-            await permit.acquire_images(prepared.image_bytes)
-        if (sent := current_input()) is not None:
-            sent.admit()
-        await permit.acquire_tokens(len(prepared.token_ids))
-        admitted.check_slot_wait()
-        record.slot_wanted()
-        await permit.acquire_slot(prepared.model)
-        record.slot_acquired()
-        await self.callers.wait_turn()
-        record.starts(response)
-        if answer.group is not None:
-            answer.group.first_started(response)
-        read_limit_s = answer.deadline.remaining_s() + READ_GRACE_S
-        await response.write(self.dispatch(admitted), answer.write, answer.outlet, read_limit_s)
-        return response
 
     @asynccontextmanager
     async def admitted(

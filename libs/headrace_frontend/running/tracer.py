@@ -75,9 +75,9 @@ class RequestTracer:
         response = record.response
         record.close()
         breakdown = record.break_down()
-        if response is not None and response.started:
+        if response is not None and response.first_token_ns:
             self.on_answer(record, response, breakdown)
         kept = 0 < self.slow_s < 1e-6 * breakdown.first.total_us or bool(record.error)
         self.on_end(record, kept)
-        if (kept or record.sampled) and self.telemetry.exports:
+        if self.telemetry.exports and (kept or record.sampled):
             self.telemetry.export(record.spans(self.telemetry.provider.resource))

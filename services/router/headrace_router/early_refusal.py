@@ -131,17 +131,19 @@ class EarlyRefusal:
     on_refusal: Callable[[str, str], None]
     """Gets the served model and the name of the bound."""
 
-    def check_arrival(self, request: AdmittedRequest, slot_wait_s: float) -> None:
+    def check_arrival(self, request: AdmittedRequest) -> None:
         """Refuses a request for which the wait for a decode slot and the prefill take too long.
 
         Without a wait, the request is placed at once, and `check_placed` decides.
         """
-        bound = self._bound(request) if slot_wait_s > 0 else None
+        bound = self._bound(request)
         if bound is None:
             return
-        prediction = self._predict(request, bound, slot_wait_s)
-        if is_late(prediction, bound):
-            self._predicted(request, bound, prediction)
+        slot_wait_s = request.permit.expected_slot_wait_s(request.prepared.model)
+        if slot_wait_s > 0:
+            prediction = self._predict(request, bound, slot_wait_s)
+            if is_late(prediction, bound):
+                self._predicted(request, bound, prediction)
 
     def check_placed(self, request: AdmittedRequest, decision: Decision) -> None:
         """Refuses a request by its first placement."""

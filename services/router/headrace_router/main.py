@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import NoReturn
 
 from headrace.registry.v1 import registry_pb2
@@ -92,7 +93,7 @@ async def serve_router(config: RouterConfig) -> None:
             config,
             codecs,
             telemetry,
-            lambda: members.policy,
+            partial(getattr, members, "policy"),
             lambda: membership.prefix_hash_key if membership is not None else 0,
             ticket_key,
             list_members=members.list_now,

@@ -195,7 +195,7 @@ class RouterMetrics(RequestCounter):
         priority: Priority = Priority.NORMAL,
     ) -> None:
         self._requests.count(end_reason)
-        if not answer.started:
+        if not answer.first_token_ns:
             return
         model, example = answer.request.model, (answer.trace_id, time.time())
         prompt_tokens = len(answer.request.token_ids)

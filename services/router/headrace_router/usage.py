@@ -52,7 +52,8 @@ class UsageBook:
         line.request_count += 1
         line.prompt_tokens += record.prompt_tokens
         line.answer_tokens += record.usage.completion_tokens if record.usage is not None else 0
-        line.sent_bytes += sum(min(link.payload_bytes, _SENT_MAX) for link in receipt.links)
+        for link in receipt.links:
+            line.sent_bytes += min(link.payload_bytes, _SENT_MAX)
         self._charge(payer, line, receipt)
         for attempt in record.attempts:
             # Links keep it for a while, and should not keep the record.

@@ -174,25 +174,18 @@ class LinkedAnswers:
     """Requests leave with their last event. Events of requests that are not there are ignored: they were cancelled."""
 
     def __init__(self) -> None:
-        self._answers: dict[int, LinkedAnswer] = {}
+        self.by_stream: dict[int, LinkedAnswer] = {}
+        """Those of requests in progress."""
         self._unpaid: dict[int, Callable[[receipt_pb2.Receipt], None]] = {}
         """Of cancelled and failed requests, of which a receipt may come."""
 
-    @property
-    def count(self) -> int:
-        """Requests in progress."""
-        return len(self._answers)
-
-    def __contains__(self, stream_id: int) -> bool:
-        return stream_id in self._answers
-
     def add(self, answer: LinkedAnswer) -> None:
         """Adds a request."""
-        self._answers[answer.stream_id] = answer
+        self.by_stream[answer.stream_id] = answer
 
     def remove(self, stream_id: int) -> LinkedAnswer | None:
         """None when the request has ended."""
-        answer = self._answers.pop(stream_id, None)
+        answer = self.by_stream.pop(stream_id, None)
         if answer is not None:
             self._await_receipt(answer)
         return answer
@@ -206,14 +199,14 @@ class LinkedAnswers:
 
     def fail_all(self, failure: Callable[[], HeadraceError]) -> None:
         """Ends every request with an error of its own."""
-        answers, self._answers = self._answers, {}
+        answers, self.by_stream = self.by_stream, {}
         for answer in answers.values():
             answer.unlink()
             answer.worker_failed(failure())
 
     def receive(self, response: decode_pb2.LinkResponse) -> None:
         """Passes on all events of a message. Raises ProtocolViolation."""
-        answers = self._answers
+        answers = self.by_stream
         for reserved in response.reserved:
             answer = answers.get(reserved.stream_id)
             if answer is not None:
@@ -233,7 +226,7 @@ class LinkedAnswers:
             self._receive_ends(response)
 
     def _receive_ends(self, response: decode_pb2.LinkResponse) -> None:
-        answers = self._answers
+        answers = self.by_stream
         for finished in response.finished:
             answer = answers.pop(finished.stream_id, None)
             if answer is not None:
@@ -255,7 +248,7 @@ class LinkedAnswers:
         token_ids, counts = list(tokens.token_ids), list(tokens.token_counts)
         if len(tokens.stream_ids) != len(counts) or sum(counts) != len(token_ids):
             raise ProtocolViolation("the worker sent columns of tokens that differ in length")
-        answers, start = self._answers, 0
+        answers, start = self.by_stream, 0
         for stream_id, count in zip(tokens.stream_ids, counts, strict=True):
             answer = answers.get(stream_id)
             if answer is not None:

@@ -141,7 +141,8 @@ class DecodeLink:
         self._on_end = on_end
         self._load = load
         self._gap_s = 0.0
-        self._answers = LinkedAnswers()
+        self.answers = LinkedAnswers()
+        """Those of the requests in progress."""
         self._outgoing = OutgoingRequests(LINK_MESSAGE_BYTES_MAX)
         self._wake = asyncio.Event()
         self._last_stream_id = 0
@@ -151,11 +152,6 @@ class DecodeLink:
         self._failure: _Failure = _closed_here
         self._task = asyncio.create_task(self._run(channel))
         self._task.add_done_callback(self._finish)
-
-    @property
-    def count(self) -> int:
-        """Requests in progress."""
-        return self._answers.count
 
     def open(
         self,
@@ -185,15 +181,16 @@ class DecodeLink:
             token_ids,
             images,
         )
-        self._adapt_interval()
+        if self._load.gap_s != self._gap_s:
+            self._adapt_interval()
         self._wake.set()
         answer.opened(stream_id, WINDOW_TOKENS, self._grant)
-        self._answers.add(answer)
+        self.answers.add(answer)
         answer.expire_after(remaining_s, self._loop)
 
     def release(self, answer: LinkedAnswer) -> None:
         """The caller uses no more of it. Cancels the request unless it has ended. Repeats are ignored."""
-        if self._answers.remove(answer.stream_id) is not None:
+        if self.answers.remove(answer.stream_id) is not None:
             answer.unlink()
             self._outgoing.cancel(answer.stream_id)
             self._wake.set()
@@ -215,11 +212,11 @@ class DecodeLink:
         await end_task(self._task)
 
     def _close_if_unused(self) -> None:
-        if self._retired and not self._answers.count:
+        if self._retired and not self.answers.by_stream:
             self._task.cancel()
 
     def _grant(self, stream_id: int, credit_tokens: int) -> None:
-        if stream_id in self._answers:
+        if stream_id in self.answers.by_stream:
             self._outgoing.grant(stream_id, credit_tokens)
             self._wake.set()
 
@@ -228,7 +225,7 @@ class DecodeLink:
         writer = asyncio.create_task(self._send(call))
         try:
             while (response := await call.read()) is not grpc.aio.EOF:
-                self._answers.receive(response)
+                self.answers.receive(response)
                 if self._load.gap_s != self._gap_s and self._adapt_interval():
                     self._wake.set()
                 if self._retired:
@@ -259,7 +256,7 @@ class DecodeLink:
             _LOG.error("the link to a decode worker met a bug", exc_info=bug)
             self._failure = _bug
         self.ended = True
-        self._answers.fail_all(self._failure)
+        self.answers.fail_all(self._failure)
         self._on_end(self)
 
     async def _send(self, call: Any) -> None:
@@ -336,7 +333,7 @@ class DecodeLinks:
         link = self._current
         if link is not None and not link.ended:
             age_s = time.monotonic() - link.started_s
-            if link.count < self._streams_max and age_s < self._age_max_s:
+            if len(link.answers.by_stream) < self._streams_max and age_s < self._age_max_s:
                 return link
             link.retire()
         link = self._current = DecodeLink(self._channel(), self._open.discard, self._load)
@@ -346,7 +343,7 @@ class DecodeLinks:
     def fail(self, failure: Callable[[], HeadraceError]) -> None:
         """Ends every link that has requests, with errors that `failure` makes, one for each request."""
         for link in tuple(self._open):
-            if link.count:
+            if link.answers.by_stream:
                 link.fail(failure)
 
     async def close(self) -> None:

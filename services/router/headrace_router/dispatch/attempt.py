@@ -136,7 +136,8 @@ class Attempt(RunningAttempt, LinkedAnswer):
         if self.successor is not None:
             self.successor.close()
             return
-        self._count_no_more()
+        if self._expected is not None:
+            self._count_no_more()
         self.load.release()
         self._link.release(self)
         if self._calling is not None:
@@ -190,7 +191,8 @@ class Attempt(RunningAttempt, LinkedAnswer):
         self.successor = successor
 
     def finish(self, finished: decode_pb2.Finished) -> None:
-        self.let_go()
+        if self._held is not None:
+            self.let_go()
         super().finish(finished)
 
     def failure(self, error: HeadraceError) -> FailedAttempt:
@@ -225,10 +227,12 @@ class Attempt(RunningAttempt, LinkedAnswer):
         """The decode worker has admitted the request, or it has the blocks of an admitted one."""
         if self.ended.done():
             return
-        self._count_no_more()
+        if self._expected is not None:
+            self._count_no_more()
         before, self._reserved = self._reserved, reserved
         if before is None:
-            self._enqueue_prefill(reserved)
+            if self._terms is not None:
+                self._enqueue_prefill(reserved, self._terms)
         elif not before.admitted:
             raise ProtocolViolation(f"{self.decode_worker} sent Reserved twice")
         elif self._queued is not None:
@@ -239,8 +243,8 @@ class Attempt(RunningAttempt, LinkedAnswer):
             elif self._queued.first_token.done():
                 self._use_first_token(self._queued)
 
-    def _enqueue_prefill(self, reserved: decode_pb2.Reserved) -> None:
-        if self._terms is None or reserved.start_token >= reserved.end_token:
+    def _enqueue_prefill(self, reserved: decode_pb2.Reserved, terms: TaskTerms) -> None:
+        if reserved.start_token >= reserved.end_token:
             return
         task = prefill_task(
             self._call,
@@ -252,9 +256,7 @@ class Attempt(RunningAttempt, LinkedAnswer):
             traceparent=self._carrier["traceparent"],
         )
         try:
-            queued = self._queue.enqueue(
-                task, layout=self._decision.worker.layout, terms=self._terms
-            )
+            queued = self._queue.enqueue(task, layout=self._decision.worker.layout, terms=terms)
         except WorkerGone:
             self._prefill_failed = True
             raise

@@ -18,7 +18,7 @@ from headrace_common.durations import seconds_from_duration
 from headrace_common.errors import DecodeFull, HeadraceError, NoDecodeWorker, QueueFull, WorkerGone
 from headrace_frontend.request.validation import PreparedRequest
 from headrace_frontend.running.attempt import AdmittedRequest, AttemptOutcome, finish_response
-from headrace_frontend.running.record import RequestRecord, now_us
+from headrace_frontend.running.record import RequestRecord
 from headrace_kv.compatibility import fingerprint
 from headrace_router.costs import Candidates, TokenTargets
 from headrace_router.dispatch.attempt import Attempt
@@ -183,7 +183,8 @@ class RequestDispatcher:
         )
 
     def _new_record(self, request: RequestRecord, number: int) -> RoutedAttempt:
-        record = RoutedAttempt(now_us(), worker_clocks=self.clocks, number=number)
+        now_us = time.monotonic_ns() // 1_000
+        record = RoutedAttempt(now_us, worker_clocks=self.clocks, number=number)
         request.attempts.append(record)
         return record
 
@@ -202,8 +203,9 @@ class RequestDispatcher:
         """
         retries.readmit_full_workers()
         continues = bool(attempts and request.response.completion_tokens)
-        limit_s, pause_s = retries.wait_left_s, _POLL_INTERVAL_S
-        if not continues:
+        if continues:
+            limit_s, pause_s = retries.wait_left_s, _POLL_INTERVAL_S
+        else:
             await self.workers.wait_for_worker(request.prepared.model, request.deadline)
             if not retries.full:
                 return
@@ -423,7 +425,8 @@ class RequestDispatcher:
         """
         request = source.request
         number = len(request.record.attempts) + 1
-        record = RoutedAttempt(now_us(), worker_clocks=self.clocks, number=number, moved=moved)
+        now_us = time.monotonic_ns() // 1_000
+        record = RoutedAttempt(now_us, worker_clocks=self.clocks, number=number, moved=moved)
         record.routed(decision)
 
         def take_over() -> None:

@@ -21,7 +21,7 @@ from headrace_common.errors import NoDecodeWorker
 from headrace_common.process.events import EVENT_BYTES, EventRing
 from headrace_common.registry.adapters import Adapter, adapter_from_proto
 from headrace_common.time_model.model import TimeModel
-from headrace_frontend.admission.fair_share import CapacityRequest, FairPool, Grant
+from headrace_frontend.admission.fair_share import FairPool
 from headrace_frontend.tenants import DEFAULT_TENANT
 from headrace_kv.layout import KvLayout, WorkerRef
 from headrace_router.costs import Candidates
@@ -71,8 +71,8 @@ class RecordedTable(LoadTable):
 
     def set(self, ref: WorkerRef, load: Load) -> None:
         """See LoadTable."""
-        before = self.load(ref)
-        super().set(ref, load)
+        before = self._loads.get(self._rows[ref])
+        LoadTable.set(self, ref, load)
         is_new = before is None or before.times is not load.times
         size = 2 * EVENT_BYTES + (_times_bytes(load.times) if is_new else 0)
         self._events.add(LoadSet(self.number, ref, load), size)
@@ -292,100 +292,15 @@ class RecordedQueue(PrefillQueue):
                 self._events.add(QueueCall("add_credits", stream.ref, number=stream.credits))
 
 
-class RecordedPool(FairPool):
-    """A fair pool with a number."""
-
-    def __init__(self, pool: FairPool, name: str, events: EventRing, number: int) -> None:
-        """Does the same as `pool`, which is new."""
-        super().__init__(pool.capacity, pool.weights, queue_above_share=pool.queue_above_share)
-        self._name, self._events, self._number = name, events, number
-        self._numbers = itertools.count(1)
-        self._granted: list[int] = []
-        self._waiting: dict[CapacityRequest, int] = {}
-        self.checkpoint()
-
-    def take(self, tenant: str, amount: int, priority: Priority = Priority.NORMAL) -> bool:
-        """See FairPool."""
-        taken = FairPool.take(self, tenant, amount, priority)
-        self._events.add(PoolCall(self._number, "take", tenant, priority, amount, 0, taken, ()))
-        return taken
-
-    def acquire(self, request: CapacityRequest) -> Grant:
-        """See FairPool."""
-        grant = super().acquire(request)
-        # FairPool grants by `take`.
-        if grant is not Grant.GRANTED:
-            self._store_request("acquire", request, waits=grant is Grant.WAITING)
-        return grant
-
-    def requeue(self, request: CapacityRequest) -> None:
-        """See FairPool."""
-        super().requeue(request)
-        self._store_request("requeue", request, waits=True)
-
-    def cancel(self, request: CapacityRequest) -> bool:
-        """See FairPool."""
-        number = self._waiting.pop(request, 0)
-        cancelled = super().cancel(request)
-        if cancelled:
-            self._store("cancel", *request.claimant, request.amount, number, result=True)
-        return cancelled
-
-    def release(self, tenant: str, amount: int, priority: Priority = Priority.NORMAL) -> None:
-        """See FairPool."""
-        FairPool.release(self, tenant, amount, priority)
-        self._store("release", tenant, priority, amount)
-
-    def resize(self, capacity: int) -> None:
-        """See FairPool."""
-        super().resize(capacity)
-        self._store("resize", amount=capacity)
-
-    def raise_limit(self, units: int) -> bool:
-        """See FairPool."""
-        limited = super().raise_limit(units)
-        self._store("raise_limit", amount=units, result=limited)
-        return limited
-
-    def checkpoint(self) -> None:
-        """Stores what is used again, unless requests wait."""
-        if self.waiting or self.used > self.capacity or self.usable < self.capacity:
-            return
-        made = PoolMade(self._number, self._name, self.capacity, self.queue_above_share)
-        self._events.add(made)
-        for (tenant, priority), amount in self._used.items():
-            self._store("take", tenant, priority, amount, result=True)
-
-    def _store_request(self, call: str, request: CapacityRequest, *, waits: bool) -> None:
-        number = 0
-        if waits:
-            number = self._waiting[request] = next(self._numbers)
-            request.call_first(lambda: self._granted.append(self._waiting.pop(request)))
-        self._store(call, *request.claimant, request.amount, number, result=waits)
-
-    def _store(
-        self,
-        call: str,
-        tenant: str = "",
-        priority: Priority = Priority.NORMAL,
-        amount: int = 0,
-        request: int = 0,
-        *,
-        result: bool = False,
-    ) -> None:
-        granted, self._granted = tuple(self._granted), []
-        self._events.add(
-            PoolCall(self._number, call, tenant, priority, amount, request, result, granted)
-        )
-
-
 class Recorder:
     """Makes the parts of one router that decide, and stores the policy and the members that they depend on."""
 
     def __init__(self, events: EventRing, policy: Callable[[], registry_pb2.Policy]) -> None:
         self._events, self._policy = events, policy
         self._numbers = itertools.count(1)
-        self._parts: WeakSet[RecordedTable | RecordedPool | RecordedQueue] = WeakSet()
+        self._parts: WeakSet[RecordedTable | RecordedQueue] = WeakSet()
+        self._pools: dict[int, tuple[str, FairPool]] = {}
+        """Those of this router, which end with it, by number."""
         self._members = registry_pb2.ListMembersResponse()
 
     def placement(self) -> Placement:
@@ -399,10 +314,21 @@ class Recorder:
         return table
 
     def pool(self, name: str, pool: FairPool) -> FairPool:
-        """A pool that does the same as a new one."""
-        recorded = RecordedPool(pool, name, self._events, next(self._numbers))
-        self._parts.add(recorded)
-        return recorded
+        """Stores the calls of a new pool, which it returns."""
+        number, add = next(self._numbers), self._events.add
+        pool.watch(lambda *call: add(PoolCall(number, *call)))
+        self._pools[number] = name, pool
+        self._store_pool(number)
+        return pool
+
+    def _store_pool(self, number: int) -> None:
+        """Stores what is used, unless requests wait."""
+        name, pool = self._pools[number]
+        if pool.waiting or pool.used > pool.capacity or pool.usable < pool.capacity:
+            return
+        self._events.add(PoolMade(number, name, pool.capacity, pool.queue_above_share))
+        for (tenant, priority), amount in pool.parts.items():
+            self._events.add(PoolCall(number, "take", tenant, priority, amount, 0, True, ()))
 
     def queue(self, max_queued_tasks: int, *, sign: SignTask, pairs: Pairing) -> PrefillQueue:
         """The prefill queue."""
@@ -440,6 +366,8 @@ class Recorder:
         self._store_members()
         for part in tuple(self._parts):
             part.checkpoint()
+        for number in self._pools:
+            self._store_pool(number)
 
     def _store_members(self) -> None:
         self._events.add(self._policy())

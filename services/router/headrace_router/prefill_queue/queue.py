@@ -100,11 +100,13 @@ class PrefillQueue:
         Of several layouts, the shortest wait. 0 while a worker has room, infinite while the queue is full. A task waits
         until the tokens before it are computed, and at least for the age of the oldest task.
         """
-        waiting = (group.tasks for group in self._groups.values())
-        if sum(len(tasks) + tasks.expected for tasks in waiting) >= self.max_queued_tasks:
+        if not self._groups:
+            return 0.0
+        waiting = [group.tasks for group in self._groups.values()]
+        if sum([len(tasks) + tasks.expected for tasks in waiting]) >= self.max_queued_tasks:
             return math.inf
         return min(
-            (group.wait_s(priority, tenant) for group in self._groups_of(model)), default=0.0
+            [group.wait_s(priority, tenant) for group in self._groups_of(model)], default=0.0
         )
 
     def depths(self, model: str = "") -> dict[str, int]:

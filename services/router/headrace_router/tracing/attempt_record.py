@@ -143,7 +143,7 @@ class RoutedAttempt(AttemptRecord):
 
     def routed(self, decision: Decision) -> None:
         """The workers are chosen."""
-        self.decision, self.route_end = decision, now_us()
+        self.decision, self.route_end = decision, time.monotonic_ns() // 1_000
         self.block_tokens = decision.worker.layout.block_tokens
 
     def not_routed(self, error: HeadraceError) -> None:
@@ -191,7 +191,7 @@ class RoutedAttempt(AttemptRecord):
 
     def ended(self, queued: QueuedTask | None) -> None:
         """The attempt has ended. `queued` is its prefill task."""
-        self.end = now_us()
+        self.end = time.monotonic_ns() // 1_000
         if queued is not None:
             self.tasks_ahead, self.priority = queued.tasks_ahead, queued.priority.label
             self.prefill_worker_id = queued.worker.worker_id if queued.worker is not None else ""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Final
+from typing import Final
 
 import grpc.aio
 
@@ -80,6 +80,7 @@ class WorkerAvailability:
 # A new table costs a time that grows with the number of workers. Workers that join together share one.
 _REBUILD_INTERVAL_S: Final = 0.05
 _LAYOUTS_MAX: Final = 64
+_NO_WORKERS: Final = LoadTable(())
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +136,8 @@ class WorkerDirectory:
         self._max_model_len: Mapping[str, int] = {}
         self._adapters: Adapters = {}
         self._availability = WorkerAvailability(worker_wait_s)
+        self.wait_for_worker = self._availability.wait
+        """Waits for a reachable decode worker. Returns whether it had to wait."""
         self._on_slots = on_slots
         self._slots: dict[str, DecodeSlots] = {}
         # Of workers that are stuck. Their requests leave as soon as another worker can have them.
@@ -217,11 +220,7 @@ class WorkerDirectory:
         """The decode workers of `model` and their load at this moment."""
         while self._reserved:
             self._update_load(self._reserved.pop())
-        return self._tables.get(model) or LoadTable(())
-
-    def wait_for_worker(self, model: str, deadline: Deadline) -> Coroutine[Any, Any, bool]:
-        """Waits for a reachable decode worker. Returns whether it had to wait. See WorkerAvailability."""
-        return self._availability.wait(model, deadline)
+        return self._tables.get(model, _NO_WORKERS)
 
     def max_model_len(self) -> Mapping[str, int]:
         """By model, the most tokens that every live decode worker of it accepts."""

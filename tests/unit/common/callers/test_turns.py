@@ -8,7 +8,7 @@ from headrace_common.callers.bounds import CallerTurns
 
 
 async def test_a_request_of_another_caller_waits_for_one_turn_of_the_first() -> None:
-    turns = CallerTurns(lambda: False)
+    turns = CallerTurns({"a": 2})
     order: list[str] = []
 
     async def work(caller: str) -> None:
@@ -26,7 +26,7 @@ async def test_a_request_of_another_caller_waits_for_one_turn_of_the_first() -> 
 
 
 async def test_a_cancelled_wait_takes_no_turn() -> None:
-    turns = CallerTurns(lambda: False)
+    turns = CallerTurns({"a": 2})
     first = asyncio.create_task(turns.wait("one"))
     await first
     cancelled = [asyncio.create_task(turns.wait("one")) for _ in range(5)]

@@ -26,7 +26,7 @@ def record_of(report: asyncio.Future[Any] | None) -> RequestRecord:
         arrival_unix_ns=55_500,
         clock_error_ns=3_500,
     )
-    response: Any = SimpleNamespace(started=True)
+    response: Any = SimpleNamespace(first_token_ns=1)
     record.response = response
     return record
 
