@@ -526,7 +526,7 @@ class MoveWorld:
             raise self.problem
         for router in self.routers:
             links = {link for c in router.connections.values() for link in c.links._open}
-            count = sum(link.count for link in links)
+            count = sum(len(link.answers.by_stream) for link in links)
             if count > 1 and not router.router.moves._moving:
                 raise Violation(f"{count} workers generate the answer, and it does not move")
         leader = self.current.leader
@@ -534,7 +534,7 @@ class MoveWorld:
             return
         if leader.ended.done():
             raise Violation(f"the answer is of {leader.decode_worker}, which has ended it")
-        if leader.stream_id not in leader._link._answers:
+        if leader.stream_id not in leader._link.answers.by_stream:
             raise Violation(f"the answer is of {leader.decode_worker}, which has its cancel")
 
     def check_rest(self) -> None:
