@@ -405,6 +405,23 @@ def costs_of_pools(candidates: Candidates, asked: Asked, remote: Flags | None) -
     return Costs(cost_s, first_s, step_s, prefill_row)
 
 
+def roomy(
+    table: LoadTable, answers: float, tokens: float, tpot_s: float | Numbers, fill: float
+) -> Flags:
+    """The workers with room for so many more answers, which hold `tokens`: each of its slots, of its KV memory, and of
+    the bound on its steps is then used up to `fill` at most. An infinite bound counts as without one.
+    """
+    fixed, _, _, _, answer, *_ = table.times.steps
+    now_s, added_s = _steps_s(table, table.times.steps, tokens / max(1.0, answers))
+    bound_s = np.where(np.isfinite(tpot_s), tpot_s, _DEFAULT_TPOT_STEPS * (fixed + answer))
+    return (
+        (table.reachable & ~table.draining & ~table.prefill_only)
+        & (now_s + answers * added_s <= fill * bound_s)
+        & (table.requests + answers <= fill * table.max_num_seqs)
+        & (table.held_tokens + tokens <= fill * table.total_tokens)
+    )
+
+
 def _steps_s(
     table: LoadTable, steps: list[float] | Numbers, tokens: float | Numbers
 ) -> tuple[Numbers, float | Numbers]:

@@ -5,6 +5,7 @@ It chooses the cheapest of the fit workers: headrace_router.costs.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,6 +31,7 @@ from headrace_router.costs import (
     costs_of_both,
     costs_of_pools,
     division,
+    roomy,
 )
 from headrace_router.workers.table import Flags, LoadTable, Numbers, Worker
 
@@ -47,6 +49,7 @@ class RoutePolicy:
     temperature: float = 0.0
     max_queue_wait_s: float | None = None
     divide_gain: float = 0.0
+    gather_fill: float = 0.0
 
     @classmethod
     def from_proto(cls, policy: registry_pb2.Policy) -> RoutePolicy:
@@ -58,6 +61,7 @@ class RoutePolicy:
             temperature=policy.temperature,
             max_queue_wait_s=seconds_from_duration(policy.max_queue_wait) if has_wait else None,
             divide_gain=policy.divide_gain,
+            gather_fill=policy.gather_fill,
         )
 
 
@@ -226,6 +230,11 @@ class KvAware(Placement):
         if unpaired is not None:
             faults["unpaired"] = unpaired
         fit, faults = _fit(usable, faults)
+        if policy.gather_fill:
+            bound_s = request.targets.tpot_s or math.inf
+            room = roomy(table, 1, request.prompt_tokens, bound_s, policy.gather_fill)
+            awake = fit & room & (table.requests > 0)
+            fit = awake if np.count_nonzero(awake) else fit
         row = self._draw(costs.cost_s, table.requests, fit, policy.temperature)
         prefill_row = int(costs.prefill_row[row])
         if unpaired is not None and prefill_row == row:

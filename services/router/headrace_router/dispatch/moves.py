@@ -20,6 +20,7 @@ from headrace.inference.v1 import sampling_pb2
 from headrace.kv.v1 import prefix_pb2, prefix_pb2_grpc
 from headrace.prefill.v1 import prefill_pb2
 from headrace_common.deadlines import Deadline
+from headrace_common.durations import seconds_from_duration
 from headrace_common.errors import (
     Cancelled,
     Conflict,
@@ -41,6 +42,7 @@ from headrace_kv.layout import STATE, WorkerRef
 from headrace_router.decode_link.answer import LinkedAnswer, Logprobs
 from headrace_router.dispatch.attempt import Attempt
 from headrace_router.dispatch.dispatcher import RequestDispatcher
+from headrace_router.dispatch.relocation import RunningAnswer, gathered_answer, late_answer
 from headrace_router.dispatch.retry_policy import TAKEN_SLOT_PAUSE_S
 from headrace_router.placement import Decision
 from headrace_router.prefill_queue.task import SignTask
@@ -59,6 +61,14 @@ SWITCH_S: Final = 2.0
 _PAUSE_S: Final = 1.0
 """After a move that has failed, before the next one of the same answer."""
 _POLL_S: Final = 0.02
+LOOK_S: Final = 0.5
+"""Between two plans of moves that the load asks for."""
+PLANNED_S: Final = {"late": 1.0, "gather": 5.0}
+"""How long a worker must be the one that gives an answer, by what asks for it."""
+REST_S: Final = 10.0
+"""In which an answer does not move again for these reasons."""
+LEFT_MIN: Final = 32
+"""Tokens that an answer may still have to be worth such a move."""
 _IDLE_S: Final = 0.2
 """Between two looks at the answers that are left, while none of them is due."""
 
@@ -266,6 +276,8 @@ class Moves:
     """The moves from and to each worker."""
     leaving: set[WorkerRef] = field(default_factory=set, init=False)
     """The workers that are emptied now."""
+    _rest_s: dict[int, float] = field(default_factory=dict, init=False)
+    """Until when an answer rests, by the identity of its request."""
     _tasks: BackgroundTasks = field(default_factory=BackgroundTasks, init=False)
 
     async def move(self, attempt: Attempt, asker: str, worker_id: str = "") -> Move:
@@ -285,7 +297,7 @@ class Moves:
             self.count(outcome, asker)
 
     async def move_request(self, request_id: str, worker_id: str) -> list[Move]:
-        """As `move`, for all answers to the request with this id."""
+        """As `move`, for all answers to the request with this id. Raises Conflict if all of them have ended."""
         found = [
             attempt
             for attempt in self.dispatcher.running.values()
@@ -296,12 +308,22 @@ class Moves:
                 f"no answer to request {request_id} runs on this router",
                 metadata={"request_id": request_id},
             )
-        return [await self.move(attempt, "operator", worker_id) for attempt in found]
+        moves: list[Move] = []
+        stays: Conflict | None = None
+        for attempt in found:
+            try:
+                moves.append(await self.move(attempt, "operator", worker_id))
+            except Conflict as error:
+                # A choice that has ended, or moves for another reason, keeps no other one.
+                stays = error
+        if stays is not None and not moves:
+            raise stays
+        return moves
 
     async def _move(self, attempt: Attempt, worker_id: str) -> Move:
         if not attempt.generates or attempt.ended.done():
             raise Conflict("the answer is not generated at this moment")
-        if any(group.kind == STATE for group in attempt.worker.layout.groups):
+        if _has_states(attempt):
             why = "has states, of which its worker has that of the last token only"
             raise InvalidRequest({"request_id": why})
         decision = self.dispatcher.place_beside(attempt, worker_id)
@@ -354,15 +376,77 @@ class Moves:
         finally:
             self.leaving.discard(worker)
 
+    async def balance(self) -> None:
+        """Moves answers that will be late, and gathers answers by policy, one at a time. Never returns.
+
+        What is planned must be planned for a while before it is done, and an answer rests after each try.
+        """
+        since_s: dict[tuple[str, WorkerRef], float] = {}
+        while True:
+            await asyncio.sleep(LOOK_S)
+            now_s = time.monotonic()
+            running = {id(one.request) for one in self.dispatcher.running.values()}
+            self._rest_s = {name: at for name, at in self._rest_s.items() if name in running}
+            planned = [
+                one
+                for model in self.dispatcher.workers.decode_worker_counts()
+                if (one := self._planned(model)) is not None
+            ]
+            keys = [(asker, attempt.decode_worker) for asker, attempt, _ in planned]
+            since_s = {key: since_s.get(key, now_s) for key in keys}
+            for key, (asker, attempt, target) in zip(keys, planned, strict=True):
+                if now_s - since_s[key] < PLANNED_S[asker]:
+                    continue
+                self._rest_s[id(attempt.request)] = now_s + REST_S
+                await self._try(attempt, asker, target.worker_id)
+
+    def _planned(self, model: str) -> tuple[str, Attempt, WorkerRef] | None:
+        """What asks for a move, the answer and its target."""
+        dispatcher, now_s = self.dispatcher, time.monotonic()
+        table, policy = dispatcher.workers.table(model), dispatcher.policy()
+        bound_s = seconds_from_duration(policy.tpot_target) or math.inf
+        rows = {worker.ref: row for row, worker in enumerate(table.workers)}
+        attempts, answers = [], []
+        for attempt in dispatcher.running.values():
+            prepared, done = attempt.request.prepared, attempt.response.completion_tokens
+            if prepared.model == model and attempt.decode_worker in rows:
+                left = prepared.sampling.max_tokens - done
+                rests = self._rest_s.get(id(attempt.request), 0.0) > now_s
+                attempts.append(attempt)
+                answers.append(
+                    RunningAnswer(
+                        rows[attempt.decode_worker],
+                        len(prepared.token_ids) + done,
+                        prepared.tpot_target_s or bound_s,
+                        attempt.generates
+                        and left >= LEFT_MIN
+                        and not (rests or _has_states(attempt)),
+                        prepared.adapter,
+                    )
+                )
+        table.times.fill(dispatcher.queue.mean_times(model).steps)
+        asker, found = "late", late_answer(table, answers, bound_s)
+        if found is None and policy.gather_fill:
+            asker, found = "gather", gathered_answer(table, answers, bound_s, policy.gather_fill)
+        if found is None:
+            return None
+        return asker, attempts[found.answer], table.workers[found.row].ref
+
     async def _leave(self, attempt: Attempt, retry_s: dict[Attempt, float]) -> None:
         """An answer that cannot be moved stays. Others are tried again."""
+        error = await self._try(attempt, "drain")
+        if error is not None and not isinstance(error, InvalidRequest):
+            retry_s[attempt] = time.monotonic() + _PAUSE_S
+
+    async def _try(self, attempt: Attempt, asker: str, worker_id: str = "") -> HeadraceError | None:
+        """The error with which the answer stays."""
         try:
-            await self.move(attempt, "drain")
+            await self.move(attempt, asker, worker_id)
         except HeadraceError as error:
             name = attempt.request.prepared.request_id
             _LOG.info("answer %s stays on %s: %s", name, attempt.decode_worker, error.detail)
-            if not isinstance(error, InvalidRequest):
-                retry_s[attempt] = time.monotonic() + _PAUSE_S
+            return error
+        return None
 
 
 async def _first_of(*events: asyncio.Future[Any], timeout_s: float | None = None) -> None:
@@ -373,6 +457,10 @@ def _require_running(attempt: Attempt) -> None:
     """Raises Conflict once the answer has ended."""
     if attempt.ended.done() or attempt.response.ended_by:
         raise Conflict("the answer has ended where it was")
+
+
+def _has_states(attempt: Attempt) -> bool:
+    return any(group.kind == STATE for group in attempt.worker.layout.groups)
 
 
 def _is_of(answer_id: str, request_id: str) -> bool:

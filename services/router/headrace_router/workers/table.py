@@ -220,6 +220,12 @@ class TimeColumns:
         """Whether all of these workers have learned the times of steps with prompts and with answers."""
         return bool(self._known[[TOKEN_ROW, _ANSWER_ROW]][:, usable].all())
 
+    @property
+    def answers_known(self) -> Flags:
+        """The workers that have learned the times of steps with answers."""
+        known: Flags = self._known[_ANSWER_ROW]
+        return known
+
     def set(self, row: int, prompts: PromptWork, model: TimeModel) -> None:
         """Sets the values of one worker."""
         if prompts.tokens or row in self.with_prompts:

@@ -14,6 +14,7 @@ from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import inference_pb2, sampling_pb2
 from headrace.prefill.v1 import prefill_pb2
 from headrace.registry.v1 import registry_pb2
+from headrace_common.durations import duration_from_seconds
 from headrace_common.errors import (
     Conflict,
     DeadlineExceeded,
@@ -26,6 +27,7 @@ from headrace_common.errors import (
 )
 from headrace_common.rpc.status import error_from_rpc
 from headrace_common.telemetry import schema
+from headrace_common.time_model.model import StepTimes, TimeModel, time_model_to_proto
 from headrace_kv.layout import WorkerRef
 from headrace_router.dispatch import moves
 from tests.kit.router import Rig, text_of
@@ -101,7 +103,7 @@ class Reader:
     def __init__(self, rig: Rig, **fields: Any) -> None:
         self.messages: list[inference_pb2.GenerateResponse] = []
         request = inference_pb2.GenerateRequest(
-            text="a prompt", request_id="r", sampling=sampling(logprobs=1, seed=7, **fields)
+            text="a prompt", request_id="r", sampling=sampling(logprobs=1, seed=7), **fields
         )
         self.call = rig.stub.Generate(request, timeout=60)
         self.task = asyncio.create_task(self._read())
@@ -270,6 +272,22 @@ async def test_answers_leave_a_worker_only_while_the_policy_leaves_it_prompts(
     await until(lambda: not rig.router.moves.leaving)
     course.source_goes_on.set()
     assert (await reader.whole()).timing.decode_worker_id == "d0"
+
+
+async def test_an_answer_leaves_a_worker_with_steps_beyond_its_bound(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(moves, "LEFT_MIN", 1)
+    course, counted = Course(), Counter[tuple[str, str]]()
+    rig.router.moves.count = lambda *labels: counted.update([labels])
+    await rig.add_decodes(course.source, course.target)
+    reader = Reader(rig, tpot_target=duration_from_seconds(0.05))
+    await until(lambda: len(reader.tokens) == EARLY)
+    for worker, step_s in zip(rig.decodes, (0.06, 0.01), strict=True):
+        worker.times = time_model_to_proto(TimeModel(StepTimes(fixed_s=step_s, answer_steps=50)))
+    course.target_begins.set()
+    assert (await reader.whole()).timing.decode_worker_id == "d1"
+    assert counted == {("moved", "late"): 1}
 
 
 async def test_the_end_of_the_source_is_used_when_it_comes_first(rig: Rig) -> None:
