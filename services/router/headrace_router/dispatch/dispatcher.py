@@ -415,8 +415,11 @@ class RequestDispatcher:
         number = len(request.record.attempts) + 1
         record = RoutedAttempt(now_us(), worker_clocks=self.clocks, number=number, moved=moved)
         record.routed(decision)
+        # Until it leads, the answer's present attempt has the cost.
+        record.report_late(source.record.charge_move)
 
         def take_over() -> None:
+            record.report_late(lambda receipt: None)
             source.move_to(target)
             now_ns = time.monotonic_ns()
             gap_ns = now_ns - request.response.last_token_ns

@@ -95,6 +95,8 @@ class _Warmed(LinkedAnswer):
         return True
 
     def finish(self, finished: decode_pb2.Finished) -> None:
+        if self.on_receipt is not None:
+            self.on_receipt(finished.receipt)
         self._end(None)
 
     def worker_failed(self, error: HeadraceError) -> None:
@@ -165,6 +167,7 @@ class _Course:
         for name in ("stop_token_ids", "keep"):
             call.ClearField(name)
         warmed = _Warmed(attempt.vocabulary_size)
+        warmed.report_late(attempt.record.charge_move)
         load = self._reserve()
         link = load.links.usable()
         link.open(

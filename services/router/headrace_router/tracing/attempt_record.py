@@ -178,14 +178,21 @@ class RoutedAttempt(AttemptRecord):
         queued, done = self._queued, self.done
         if done is None and queued is not None and queued.outcome.done():
             done = queued.outcome.result().done
-        if done is None:
-            return self._receipt(None)
-        link = receipt_pb2.LinkUse(
-            source_worker_id=self.prefill_worker_id,
-            destination_worker_id=self.worker_id("decode"),
-            payload_bytes=done.payload_bytes,
+        sent = []
+        if done is not None:
+            sent.append((self.prefill_worker_id, done.payload_bytes))
+        if self.moved is not None:
+            move = self.moved.result()
+            sent.append((move.source, move.payload_bytes))
+        target = self.worker_id("decode")
+        links = (
+            receipt_pb2.LinkUse(
+                source_worker_id=source, destination_worker_id=target, payload_bytes=count
+            )
+            for source, count in sent
+            if count
         )
-        return self._receipt(done.receipt, *((link,) if link.payload_bytes else ()))
+        return self._receipt(None if done is None else done.receipt, *links)
 
     def close(self) -> None:
         self._answer = self._queued = self.outcome = None

@@ -11,7 +11,7 @@ import grpc.aio
 import pytest
 
 from headrace.decode.v1 import decode_pb2
-from headrace.inference.v1 import inference_pb2, sampling_pb2
+from headrace.inference.v1 import inference_pb2, receipt_pb2, sampling_pb2
 from headrace.prefill.v1 import prefill_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace_common.durations import duration_from_seconds
@@ -401,6 +401,40 @@ async def test_the_usage_has_what_the_prefill_worker_had_cached(rig: Rig) -> Non
     course.target_begins.set()
     await move(rig)
     assert (await reader.whole()).usage.cached_tokens == 3
+
+
+async def test_the_receipt_has_what_a_move_cost_that_failed(rig: Rig) -> None:
+    course = Course()
+
+    async def failing(
+        worker: FakeDecode, request: decode_pb2.GenerateRequest
+    ) -> AsyncIterator[Any]:
+        yield reserved(request)
+        if request.generated_token_count:
+            raise WorkerGone("as scripted")
+        spent = receipt_pb2.Receipt(decode_device_us=7, computed_tokens=9)
+        yield decode_pb2.Finished(reason=sampling_pb2.FINISH_REASON_LENGTH, receipt=spent)
+
+    reader = await begin(rig, course)
+    rig.decodes[1].script = failing
+    with pytest.raises(WorkerGone):
+        await move(rig)
+    course.source_goes_on.set()
+    receipt = (await reader.whole()).usage.receipt
+    assert (receipt.decode_device_us, receipt.recomputed_tokens, receipt.moves) == (7, 9, 0)
+
+
+async def test_a_choice_that_has_ended_keeps_no_other_one(rig: Rig) -> None:
+    course = Course()
+    reader = await begin(rig, course)
+    running = rig.router.moves.dispatcher.running
+    (attempt,) = running.values()
+    # It has ended when its turn comes.
+    running[1] = attempt
+    course.target_begins.set()
+    assert (await move(rig)).target_worker_id == "d1"
+    del running[1]
+    await reader.whole()
 
 
 async def test_what_cannot_move_stays_and_says_why(rig: Rig) -> None:
