@@ -75,8 +75,6 @@ class AttemptRecord(AttemptSteps):
     """Those of the answer before it."""
     decode_receipt: receipt_pb2.Receipt | None = None
     """What it has cost the decode worker, once that has ended it."""
-    moving: list[receipt_pb2.Receipt] = field(default_factory=list)
-    """What other workers have spent to get its answer."""
     _on_late: Callable[[receipt_pb2.Receipt], None] | None = None
     end: int = 0
     """When it ended, by the clock of its steps; 0 before that."""
@@ -105,11 +103,6 @@ class AttemptRecord(AttemptSteps):
         self.decode_receipt = receipt
         self.charge_late(receipt)
 
-    def charge_move(self, receipt: receipt_pb2.Receipt) -> None:
-        """Another worker has ended a request with which the answer was to move there."""
-        self.moving.append(receipt)
-        self.charge_late(receipt)
-
     def report_late(self, on_late: Callable[[receipt_pb2.Receipt], None]) -> None:
         """`on_late` gets what workers report from now on."""
         self._on_late = on_late
@@ -133,7 +126,7 @@ class AttemptRecord(AttemptSteps):
         self, prefill: receipt_pb2.Receipt | None, *links: receipt_pb2.LinkUse
     ) -> AttemptReceipt:
         parts = [one for one in (prefill, self.decode_receipt) if one is not None]
-        return AttemptReceipt(parts, self.reason, self.generated_tokens, links, self.moving)
+        return AttemptReceipt(parts, self.reason, self.generated_tokens, links)
 
     def close(self) -> None:
         """Refers to nothing of the running request any more. It is not updated from now on."""

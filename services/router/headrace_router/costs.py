@@ -66,7 +66,7 @@ _DIVIDED_MIN_S: Final = 0.1
 """The least time to first token of a prompt that is worth the messages of two workers."""
 _LENGTH_GAIN: Final = 0.05
 _FIRST_LENGTH: Final = 128.0
-_DEFAULT_TPOT_STEPS: Final = 4.0
+DEFAULT_TPOT_STEPS: Final = 4.0
 """Without a bound on the time per output token, steps may take this many times those of one answer."""
 
 
@@ -271,10 +271,10 @@ def costs_of_both(
     """
     table, missing, targets = candidates.decode, asked.missing, asked.targets
     fixed, _, _, _, answer, _, sent = table.times.steps
-    now_step_s, added_s = _steps_s(table, table.times.steps, missing)
+    now_step_s, added_s = steps_s(table, table.times.steps, missing)
     step_s = now_step_s + added_s
     now_step_s = np.where(table.requests > 0, now_step_s, 0.0)
-    tpot_s: float | Numbers = targets.tpot_s or _DEFAULT_TPOT_STEPS * (fixed + answer)
+    tpot_s: float | Numbers = targets.tpot_s or DEFAULT_TPOT_STEPS * (fixed + answer)
     missing_s = _missing_s(table, asked)
     compute_s = _computed_s(table, asked, missing_s, now_step_s, tpot_s)
 
@@ -375,7 +375,7 @@ def costs_of_pools(candidates: Candidates, asked: Asked, remote: Flags | None) -
     """The costs of workers that generate, where the prompts of those in `remote` go to the queue. None: of none."""
     table, targets = candidates.decode, asked.targets
     # Workers of a kind learn different times in the same steps. That must not gather answers.
-    now_step_s, added_s = _steps_s(table, table.times.mean_steps, asked.needed_tokens)
+    now_step_s, added_s = steps_s(table, table.times.mean_steps, asked.needed_tokens)
     step_s = now_step_s + added_s
     remote_count = 0 if remote is None else np.count_nonzero(remote)
     if not remote_count:
@@ -405,24 +405,7 @@ def costs_of_pools(candidates: Candidates, asked: Asked, remote: Flags | None) -
     return Costs(cost_s, first_s, step_s, prefill_row)
 
 
-def roomy(
-    table: LoadTable, answers: float, tokens: float, tpot_s: float | Numbers, fill: float
-) -> Flags:
-    """The workers with room for so many more answers, which hold `tokens`: each of its slots, of its KV memory, and of
-    the bound on its steps is then used up to `fill` at most. An infinite bound counts as without one.
-    """
-    fixed, _, _, _, answer, *_ = table.times.steps
-    now_s, added_s = _steps_s(table, table.times.steps, tokens / max(1.0, answers))
-    bound_s = np.where(np.isfinite(tpot_s), tpot_s, _DEFAULT_TPOT_STEPS * (fixed + answer))
-    return (
-        (table.reachable & ~table.draining & ~table.prefill_only)
-        & (now_s + answers * added_s <= fill * bound_s)
-        & (table.requests + answers <= fill * table.max_num_seqs)
-        & (table.held_tokens + tokens <= fill * table.total_tokens)
-    )
-
-
-def _steps_s(
+def steps_s(
     table: LoadTable, steps: list[float] | Numbers, tokens: float | Numbers
 ) -> tuple[Numbers, float | Numbers]:
     """The times of a step with the answers that run now, and of what one after `tokens` adds.

@@ -31,8 +31,8 @@ from headrace_router.costs import (
     costs_of_both,
     costs_of_pools,
     division,
-    roomy,
 )
+from headrace_router.dispatch.relocation import roomy
 from headrace_router.workers.table import Flags, LoadTable, Numbers, Worker
 
 EXPLAINED_CANDIDATES: Final = 5

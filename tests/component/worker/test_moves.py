@@ -99,10 +99,7 @@ async def test_an_answer_moves_there_and_back_with_its_kv(sampling: dict[str, An
         # Three blocks of the prompt at least, and on the way back what was generated there.
         assert there.payload_bytes >= 3 * 32 * CLOSED_FORM_BYTES
         assert answer.last().timing.decode_worker_id == back.target_worker_id
-        receipt = answer.last().usage.receipt
-        assert receipt.moves == 2
-        sent_bytes = sum(link.payload_bytes for link in receipt.links)
-        assert sent_bytes >= there.payload_bytes + back.payload_bytes
+        assert answer.last().usage.receipt.moves == 2
         assert (
             answer.last().usage.decode_cached_tokens + answer.last().usage.transferred_tokens < 96
         )

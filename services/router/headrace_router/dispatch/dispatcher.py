@@ -9,6 +9,7 @@ import time
 from array import array
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TypeAlias
 
 from headrace.inference.v1 import first_token_pb2, inference_pb2
@@ -30,7 +31,7 @@ from headrace_router.placement import Decision, Placement, PlacementRequest, Rou
 from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefill_queue.task import TaskTerms
 from headrace_router.prefix_cache.cached_prompts import CachedPrompts
-from headrace_router.tracing.attempt_record import Move, RoutedAttempt, WorkerClocks
+from headrace_router.tracing.attempt_record import Move, RoutedAttempt, WorkerClocks, charge_move
 from headrace_router.workers.connection import LoadReservation
 from headrace_router.workers.directory import WorkerDirectory
 from headrace_router.workers.table import Numbers, Worker
@@ -379,22 +380,17 @@ class RequestDispatcher:
 
         Raises NoDecodeWorker, or DecodeFull when none has a place.
         """
-        request, own = attempt.request, attempt.decode_worker
-        prepared, policy = request.prepared, self.policy()
-        workers = self.workers.table(prepared.model).workers
-        others = (one.ref for one in workers if worker_id not in ("", one.ref.worker_id))
-        asked = PlacementRequest(
-            model=prepared.model,
-            prompt_tokens=len(request.prefix_ids),
-            prefill_placement=prepared.placement,
-            policy=RoutePolicy.from_proto(policy),
-            remaining_s=request.deadline.remaining_s(),
-            failed=frozenset((own, *others)),
-            local_only=True,
-            adapter=prepared.adapter,
-            targets=self._targets(prepared, policy, request.record.arrival_ns),
+        request, prepared = attempt.request, attempt.request.prepared
+        retries = RetryState(0, 0.0)
+        retries.exclude_worker(attempt.decode_worker)
+        for worker in self.workers.table(prepared.model).workers:
+            if worker_id not in ("", worker.ref.worker_id):
+                retries.exclude_worker(worker.ref)
+        retries.prefill_excluded = True
+        token_ids, record = request.prefix_ids, RoutedAttempt(0)
+        decision, *_ = self._route(
+            prepared, token_ids, request.record, record, request.deadline, retries
         )
-        decision = self.placement.choose(asked, self._candidates(prepared, request.prefix_ids))
         if unfit := decision.candidates[0].unfit:
             raise DecodeFull(f"{decision.worker.ref.worker_id} takes no answer: it is {unfit}")
         return decision
@@ -416,7 +412,7 @@ class RequestDispatcher:
         record = RoutedAttempt(now_us(), worker_clocks=self.clocks, number=number, moved=moved)
         record.routed(decision)
         # Until it leads, the answer's present attempt has the cost.
-        record.report_late(source.record.charge_move)
+        record.report_late(partial(charge_move, source.record))
 
         def take_over() -> None:
             record.report_late(lambda receipt: None)

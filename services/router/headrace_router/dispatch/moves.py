@@ -11,7 +11,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, TypeAlias
+from weakref import WeakKeyDictionary
 
 import grpc.aio
 
@@ -36,6 +38,7 @@ from headrace_common.rpc.status import error_from_rpc
 from headrace_common.rpc.token_ids import token_ids_message
 from headrace_common.rpc.trace_context import carrier_of
 from headrace_common.tasks import BackgroundTasks
+from headrace_frontend.request.response_stream import ResponseStream
 from headrace_frontend.request.validation import decode_request
 from headrace_kv.compatibility import layout_hash
 from headrace_kv.layout import STATE, WorkerRef
@@ -46,7 +49,7 @@ from headrace_router.dispatch.relocation import RunningAnswer, gathered_answer, 
 from headrace_router.dispatch.retry_policy import TAKEN_SLOT_PAUSE_S
 from headrace_router.placement import Decision
 from headrace_router.prefill_queue.task import SignTask
-from headrace_router.tracing.attempt_record import Move
+from headrace_router.tracing.attempt_record import Move, charge_move
 from headrace_router.workers.connection import LoadReservation
 
 _LOG = logging.getLogger(__name__)
@@ -67,8 +70,6 @@ PLANNED_S: Final = {"late": 1.0, "gather": 5.0}
 """How long a worker must be the one that gives an answer, by what asks for it."""
 REST_S: Final = 10.0
 """In which an answer does not move again for these reasons."""
-LEFT_MIN: Final = 32
-"""Tokens that an answer may still have to be worth such a move."""
 _IDLE_S: Final = 0.2
 """Between two looks at the answers that are left, while none of them is due."""
 
@@ -167,7 +168,7 @@ class _Course:
         for name in ("stop_token_ids", "keep"):
             call.ClearField(name)
         warmed = _Warmed(attempt.vocabulary_size)
-        warmed.report_late(attempt.record.charge_move)
+        warmed.report_late(partial(charge_move, attempt.record))
         load = self._reserve()
         link = load.links.usable()
         link.open(
@@ -279,8 +280,10 @@ class Moves:
     """The moves from and to each worker."""
     leaving: set[WorkerRef] = field(default_factory=set, init=False)
     """The workers that are emptied now."""
-    _rest_s: dict[int, float] = field(default_factory=dict, init=False)
-    """Until when an answer rests, by the identity of its request."""
+    _rest_s: WeakKeyDictionary[ResponseStream, float] = field(
+        default_factory=WeakKeyDictionary, init=False
+    )
+    """Until when an answer rests."""
     _tasks: BackgroundTasks = field(default_factory=BackgroundTasks, init=False)
 
     async def move(self, attempt: Attempt, asker: str, worker_id: str = "") -> Move:
@@ -312,15 +315,13 @@ class Moves:
                 metadata={"request_id": request_id},
             )
         moves: list[Move] = []
-        stays: Conflict | None = None
         for attempt in found:
             try:
                 moves.append(await self.move(attempt, "operator", worker_id))
-            except Conflict as error:
+            except Conflict:
                 # A choice that has ended, or moves for another reason, keeps no other one.
-                stays = error
-        if stays is not None and not moves:
-            raise stays
+                if attempt is found[-1] and not moves:
+                    raise
         return moves
 
     async def _move(self, attempt: Attempt, worker_id: str) -> Move:
@@ -338,7 +339,8 @@ class Moves:
         pair, name = (attempt.decode_worker, target), id(attempt.request)
         if name in self._moving:
             raise Conflict("the answer moves already")
-        if max(self._workers[one] for one in pair) >= OF_WORKER_MAX or self._full:
+        fullest = max(self._workers[one] for one in pair)
+        if fullest >= OF_WORKER_MAX or len(self._moving) >= OF_ROUTER_MAX:
             most = str(OF_WORKER_MAX)
             raise QueueFull(
                 f"too many answers move: {len(self._moving)}, from or to a worker at most {most}",
@@ -353,10 +355,6 @@ class Moves:
             self._workers.subtract(pair)
             self._workers += Counter()
 
-    @property
-    def _full(self) -> bool:
-        return len(self._moving) >= OF_ROUTER_MAX
-
     def worker_leaves(self, worker: WorkerRef) -> None:
         """Moves all answers from a worker in the background, while they are to leave it. Repeats are ignored."""
         if worker not in self.leaving:
@@ -364,17 +362,15 @@ class Moves:
             self._tasks.start(self._empty(worker))
 
     async def _empty(self, worker: WorkerRef) -> None:
-        retry_s: dict[Attempt, float] = {}
         running = self.dispatcher.running
         try:
             while self.dispatcher.workers.leaves(worker) and (
                 left := [one for one in running.values() if one.decode_worker == worker]
             ):
                 now_s = time.monotonic()
-                due = [one for one in left if one.generates and retry_s.get(one, 0.0) <= now_s]
+                due = [one for one in left if one.generates and not self._rests(one, now_s)]
                 for attempt in due[: OF_WORKER_MAX - self._workers[worker]]:
-                    retry_s[attempt] = math.inf
-                    self._tasks.start(self._leave(attempt, retry_s))
+                    self._tasks.start(self._try(attempt, "drain", rest_s=_PAUSE_S))
                 await asyncio.sleep(_POLL_S if due else _IDLE_S)
         finally:
             self.leaving.discard(worker)
@@ -388,20 +384,14 @@ class Moves:
         while True:
             await asyncio.sleep(LOOK_S)
             now_s = time.monotonic()
-            running = {id(one.request) for one in self.dispatcher.running.values()}
-            self._rest_s = {name: at for name, at in self._rest_s.items() if name in running}
-            planned = [
-                one
-                for model in self.dispatcher.workers.decode_worker_counts()
-                if (one := self._planned(model)) is not None
-            ]
-            keys = [(asker, attempt.decode_worker) for asker, attempt, _ in planned]
-            since_s = {key: since_s.get(key, now_s) for key in keys}
-            for key, (asker, attempt, target) in zip(keys, planned, strict=True):
-                if now_s - since_s[key] < PLANNED_S[asker]:
-                    continue
-                self._rest_s[id(attempt.request)] = now_s + REST_S
-                await self._try(attempt, asker, target.worker_id)
+            earlier_s, since_s = since_s, {}
+            for model in self.dispatcher.workers.decode_worker_counts():
+                if (planned := self._planned(model)) is not None:
+                    asker, attempt, target = planned
+                    key = (asker, attempt.decode_worker)
+                    since_s[key] = earlier_s.get(key, now_s)
+                    if now_s - since_s[key] >= PLANNED_S[asker]:
+                        await self._try(attempt, asker, target.worker_id, rest_s=REST_S)
 
     def _planned(self, model: str) -> tuple[str, Attempt, WorkerRef] | None:
         """What asks for a move, the answer and its target."""
@@ -413,8 +403,6 @@ class Moves:
         for attempt in dispatcher.running.values():
             prepared, done = attempt.request.prepared, attempt.response.completion_tokens
             if prepared.model == model and attempt.decode_worker in rows:
-                left = prepared.sampling.max_tokens - done
-                rests = self._rest_s.get(id(attempt.request), 0.0) > now_s
                 attempts.append(attempt)
                 answers.append(
                     RunningAnswer(
@@ -422,34 +410,33 @@ class Moves:
                         len(prepared.token_ids) + done,
                         prepared.tpot_target_s or bound_s,
                         attempt.generates
-                        and left >= LEFT_MIN
-                        and not (rests or _has_states(attempt)),
+                        and not (self._rests(attempt, now_s) or _has_states(attempt)),
                         prepared.adapter,
                     )
                 )
-        table.times.fill(dispatcher.queue.mean_times(model).steps)
         asker, found = "late", late_answer(table, answers, bound_s)
         if found is None and policy.gather_fill:
             asker, found = "gather", gathered_answer(table, answers, bound_s, policy.gather_fill)
         if found is None:
             return None
-        return asker, attempts[found.answer], table.workers[found.row].ref
+        return asker, attempts[found[0]], table.workers[found[1]].ref
 
-    async def _leave(self, attempt: Attempt, retry_s: dict[Attempt, float]) -> None:
-        """An answer that cannot be moved stays. Others are tried again."""
-        error = await self._try(attempt, "drain")
-        if error is not None and not isinstance(error, InvalidRequest):
-            retry_s[attempt] = time.monotonic() + _PAUSE_S
+    def _rests(self, attempt: Attempt, now_s: float) -> bool:
+        return self._rest_s.get(attempt.response, 0.0) > now_s
 
-    async def _try(self, attempt: Attempt, asker: str, worker_id: str = "") -> HeadraceError | None:
-        """The error with which the answer stays."""
+    async def _try(
+        self, attempt: Attempt, asker: str, worker_id: str = "", *, rest_s: float
+    ) -> None:
+        """Then the answer rests. One that cannot be moved stays."""
+        self._rest_s[attempt.response] = math.inf
         try:
             await self.move(attempt, asker, worker_id)
         except HeadraceError as error:
-            name = attempt.request.prepared.request_id
-            _LOG.info("answer %s stays on %s: %s", name, attempt.decode_worker, error.detail)
-            return error
-        return None
+            request_id = attempt.request.prepared.request_id
+            _LOG.info("answer %s stays on %s: %s", request_id, attempt.decode_worker, error.detail)
+            if isinstance(error, InvalidRequest):
+                return
+        self._rest_s[attempt.response] = time.monotonic() + rest_s
 
 
 async def _first_of(*events: asyncio.Future[Any], timeout_s: float | None = None) -> None:

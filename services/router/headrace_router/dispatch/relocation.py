@@ -4,16 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final, TypeAlias
 
 import numpy as np
 
 from headrace_common.registry.adapters import Adapter
-from headrace_router.costs import roomy
+from headrace_router.costs import DEFAULT_TPOT_STEPS, steps_s
 from headrace_router.workers.table import Flags, LoadTable, Numbers
 
 _KEPT: Final = 0.9
 """Of each bound, after a move. So a worker that takes an answer is far from giving one."""
+
+
+def roomy(
+    table: LoadTable, answers: float, tokens: float, tpot_s: float | Numbers, fill: float
+) -> Flags:
+    """The workers with room for so many more answers, which hold `tokens`: each of its slots, of its KV memory, and of
+    the bound on its steps is then used up to `fill` at most. An infinite bound counts as without one.
+    """
+    fixed, _, _, _, answer, *_ = table.times.steps
+    now_s, added_s = steps_s(table, table.times.steps, tokens / max(1.0, answers))
+    bound_s = np.where(np.isfinite(tpot_s), tpot_s, DEFAULT_TPOT_STEPS * (fixed + answer))
+    return (
+        (table.reachable & ~table.draining & ~table.prefill_only)
+        & (now_s + answers * added_s <= fill * bound_s)
+        & (table.requests + answers <= fill * table.max_num_seqs)
+        & (table.held_tokens + tokens <= fill * table.total_tokens)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +47,8 @@ class RunningAnswer:
     adapter: Adapter | None = None
 
 
-class Relocation(NamedTuple):
-    """The answer of this number moves to the worker of `row`."""
-
-    answer: int
-    row: int
+Relocation: TypeAlias = tuple[int, int]
+"""The number of the answer that moves, and the row of the worker that takes it."""
 
 
 def late_answer(
@@ -62,7 +76,7 @@ def late_answer(
         room = roomy(table, 1, one.tokens, np.minimum(bounds_s, one.tpot_s), _KEPT)
         room &= _takers(table, one)
         if room.any():
-            return Relocation(index, int(np.where(room, step_s, np.inf).argmin()))
+            return index, int(np.where(room, step_s, np.inf).argmin())
     return None
 
 
@@ -74,8 +88,6 @@ def gathered_answer(
     That is filled up to 0.9 of `fill`, and new answers up to `fill`.
     """
     busy = (table.requests > 0) & ~table.draining
-    if np.count_nonzero(busy) < 2:
-        return None
     count = np.where(busy, table.requests, np.inf)
     # The last one of equals gives, the first one takes.
     source = len(count) - 1 - int(count[::-1].argmin())
@@ -86,9 +98,7 @@ def gathered_answer(
     bound_s = np.minimum(bounds_s, bounds_s[source])
     room = roomy(table, count[source], table.held_tokens[source], bound_s, _KEPT * fill)
     room &= busy & _takers(table, answers[index])
-    if not room.any():
-        return None
-    return Relocation(index, int(np.where(room, table.requests, -1).argmax()))
+    return (index, int(np.where(room, table.requests, -1).argmax())) if room.any() else None
 
 
 def _bounds_s(table: LoadTable, answers: Sequence[RunningAnswer], tpot_s: float) -> Numbers:

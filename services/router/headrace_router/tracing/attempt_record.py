@@ -94,6 +94,8 @@ class RoutedAttempt(AttemptRecord):
     priority: str = ""
     done: prefill_pb2.TaskDone | None = None
     """What the prefill worker has reported at its end."""
+    moving: list[receipt_pb2.Receipt] = field(default_factory=list, init=False)
+    """What other workers have spent to get its answer."""
     _start_ns: int = field(default=0, init=False)
     _answer: LinkedAnswer | None = field(default=None, init=False)
     _queued: QueuedTask | None = field(default=None, init=False)
@@ -178,21 +180,14 @@ class RoutedAttempt(AttemptRecord):
         queued, done = self._queued, self.done
         if done is None and queued is not None and queued.outcome.done():
             done = queued.outcome.result().done
-        sent = []
-        if done is not None:
-            sent.append((self.prefill_worker_id, done.payload_bytes))
-        if self.moved is not None:
-            move = self.moved.result()
-            sent.append((move.source, move.payload_bytes))
-        target = self.worker_id("decode")
-        links = (
-            receipt_pb2.LinkUse(
-                source_worker_id=source, destination_worker_id=target, payload_bytes=count
-            )
-            for source, count in sent
-            if count
+        link = receipt_pb2.LinkUse(
+            source_worker_id=self.prefill_worker_id,
+            destination_worker_id=self.worker_id("decode"),
+            payload_bytes=done.payload_bytes if done is not None else 0,
         )
-        return self._receipt(None if done is None else done.receipt, *links)
+        links = (link,) if link.payload_bytes else ()
+        found = self._receipt(done.receipt if done is not None else None, *links)
+        return found._replace(moving=self.moving)
 
     def close(self) -> None:
         self._answer = self._queued = self.outcome = None
@@ -397,6 +392,12 @@ class RoutedAttempt(AttemptRecord):
         if self.reason:
             attributes[schema.ATTRIBUTE_ERROR_REASON] = self.reason
         return attributes
+
+
+def charge_move(record: RoutedAttempt, receipt: receipt_pb2.Receipt) -> None:
+    """Another worker has ended a request with which the answer of an attempt was to move there."""
+    record.moving.append(receipt)
+    record.charge_late(receipt)
 
 
 def regret_of(request: RequestRecord) -> Regret | None:

@@ -200,6 +200,8 @@ class TimeColumns:
         count = len(kind_of)
         self._rows: Numbers = np.zeros((len(_PART_OF), count))
         self._known: Flags = np.zeros((len(_PART_OF), count), np.bool_)
+        self.answers_known: Flags = self._known[_ANSWER_ROW]
+        """The workers that have learned the times of steps with answers."""
         self.steps, self.handovers = self._rows[:7], self._rows[7:]
         self.mean_steps: list[float] | Numbers = []
         """As `steps`, of the workers of the same kind. Numbers where all are of one kind."""
@@ -219,12 +221,6 @@ class TimeColumns:
     def all_known(self, usable: Flags) -> bool:
         """Whether all of these workers have learned the times of steps with prompts and with answers."""
         return bool(self._known[[TOKEN_ROW, _ANSWER_ROW]][:, usable].all())
-
-    @property
-    def answers_known(self) -> Flags:
-        """The workers that have learned the times of steps with answers."""
-        known: Flags = self._known[_ANSWER_ROW]
-        return known
 
     def set(self, row: int, prompts: PromptWork, model: TimeModel) -> None:
         """Sets the values of one worker."""

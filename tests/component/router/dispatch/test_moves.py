@@ -275,9 +275,8 @@ async def test_answers_leave_a_worker_only_while_the_policy_leaves_it_prompts(
 
 
 async def test_an_answer_leaves_a_worker_with_steps_beyond_its_bound(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
+    rig: Rig,
 ) -> None:
-    monkeypatch.setattr(moves, "LEFT_MIN", 1)
     course, counted = Course(), Counter[tuple[str, str]]()
     rig.router.moves.count = lambda *labels: counted.update([labels])
     await rig.add_decodes(course.source, course.target)
