@@ -113,7 +113,7 @@ def at_step(step: str, act: Callable[[], None]) -> Iterator[None]:
 @asynccontextmanager
 async def own_router(it: Suite) -> AsyncIterator[Rig]:
     """A router in this process, with the decode workers of a deployment. It may be closed before the end."""
-    rig = await Rig().start()
+    rig = await Rig(insecure=False).start()
 
     async def reached() -> bool:
         rig.router.update(await list_members(it.deployment.registry))
@@ -157,7 +157,7 @@ async def killed_at(
             tokens.extend(message.token_ids)
 
     reading = asyncio.create_task(read())
-    await until(lambda: len(tokens) > 8)
+    await until(lambda: len(tokens) > 8 or reading.done())
     (attempt,) = rig.router.moves.dispatcher.running.values()
     source = attempt.decode_worker.worker_id
     (target,) = {"decode-0", "decode-1"} - {source}

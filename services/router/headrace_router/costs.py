@@ -39,7 +39,15 @@ from headrace.inference.v1 import bounds_pb2
 from headrace_common.durations import duration_from_seconds
 from headrace_common.time_model.model import TimeModel
 from headrace_kv.layout import KvLayout, WorkerRef
-from headrace_router.workers.table import NO_TIMES, TOKEN_ROW, Flags, LoadTable, Numbers, Worker
+from headrace_router.workers.table import (
+    DEFAULT_TPOT_STEPS,
+    NO_TIMES,
+    TOKEN_ROW,
+    Flags,
+    LoadTable,
+    Numbers,
+    Worker,
+)
 
 Rows = NDArray[np.intp]
 _Bound: TypeAlias = float | Numbers | None
@@ -66,8 +74,6 @@ _DIVIDED_MIN_S: Final = 0.1
 """The least time to first token of a prompt that is worth the messages of two workers."""
 _LENGTH_GAIN: Final = 0.05
 _FIRST_LENGTH: Final = 128.0
-DEFAULT_TPOT_STEPS: Final = 4.0
-"""Without a bound on the time per output token, steps may take this many times those of one answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +277,7 @@ def costs_of_both(
     """
     table, missing, targets = candidates.decode, asked.missing, asked.targets
     fixed, _, _, _, answer, _, sent = table.times.steps
-    now_step_s, added_s = steps_s(table, table.times.steps, missing)
+    now_step_s, added_s = _steps_s(table, table.times.steps, missing)
     step_s = now_step_s + added_s
     now_step_s = np.where(table.requests > 0, now_step_s, 0.0)
     tpot_s: float | Numbers = targets.tpot_s or DEFAULT_TPOT_STEPS * (fixed + answer)
@@ -375,7 +381,7 @@ def costs_of_pools(candidates: Candidates, asked: Asked, remote: Flags | None) -
     """The costs of workers that generate, where the prompts of those in `remote` go to the queue. None: of none."""
     table, targets = candidates.decode, asked.targets
     # Workers of a kind learn different times in the same steps. That must not gather answers.
-    now_step_s, added_s = steps_s(table, table.times.mean_steps, asked.needed_tokens)
+    now_step_s, added_s = _steps_s(table, table.times.mean_steps, asked.needed_tokens)
     step_s = now_step_s + added_s
     remote_count = 0 if remote is None else np.count_nonzero(remote)
     if not remote_count:
@@ -405,7 +411,7 @@ def costs_of_pools(candidates: Candidates, asked: Asked, remote: Flags | None) -
     return Costs(cost_s, first_s, step_s, prefill_row)
 
 
-def steps_s(
+def _steps_s(
     table: LoadTable, steps: list[float] | Numbers, tokens: float | Numbers
 ) -> tuple[Numbers, float | Numbers]:
     """The times of a step with the answers that run now, and of what one after `tokens` adds.

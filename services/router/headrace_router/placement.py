@@ -5,7 +5,6 @@ It chooses the cheapest of the fit workers: headrace_router.costs.
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -32,7 +31,6 @@ from headrace_router.costs import (
     costs_of_pools,
     division,
 )
-from headrace_router.dispatch.relocation import roomy
 from headrace_router.workers.table import Flags, LoadTable, Numbers, Worker
 
 EXPLAINED_CANDIDATES: Final = 5
@@ -231,8 +229,8 @@ class KvAware(Placement):
             faults["unpaired"] = unpaired
         fit, faults = _fit(usable, faults)
         if policy.gather_fill:
-            bound_s = request.targets.tpot_s or math.inf
-            room = roomy(table, 1, request.prompt_tokens, bound_s, policy.gather_fill)
+            bound_s = request.targets.tpot_s or np.inf
+            room = table.roomy(1, request.prompt_tokens, bound_s, policy.gather_fill)
             awake = fit & room & (table.requests > 0)
             fit = awake if np.count_nonzero(awake) else fit
         row = self._draw(costs.cost_s, table.requests, fit, policy.temperature)

@@ -9,28 +9,10 @@ from typing import Final, TypeAlias
 import numpy as np
 
 from headrace_common.registry.adapters import Adapter
-from headrace_router.costs import DEFAULT_TPOT_STEPS, steps_s
 from headrace_router.workers.table import Flags, LoadTable, Numbers
 
 _KEPT: Final = 0.9
 """Of each bound, after a move. So a worker that takes an answer is far from giving one."""
-
-
-def roomy(
-    table: LoadTable, answers: float, tokens: float, tpot_s: float | Numbers, fill: float
-) -> Flags:
-    """The workers with room for so many more answers, which hold `tokens`: each of its slots, of its KV memory, and of
-    the bound on its steps is then used up to `fill` at most. An infinite bound counts as without one.
-    """
-    fixed, _, _, _, answer, *_ = table.times.steps
-    now_s, added_s = steps_s(table, table.times.steps, tokens / max(1.0, answers))
-    bound_s = np.where(np.isfinite(tpot_s), tpot_s, DEFAULT_TPOT_STEPS * (fixed + answer))
-    return (
-        (table.reachable & ~table.draining & ~table.prefill_only)
-        & (now_s + answers * added_s <= fill * bound_s)
-        & (table.requests + answers <= fill * table.max_num_seqs)
-        & (table.held_tokens + tokens <= fill * table.total_tokens)
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +55,7 @@ def late_answer(
         if index is None:
             continue
         one = answers[index]
-        room = roomy(table, 1, one.tokens, np.minimum(bounds_s, one.tpot_s), _KEPT)
+        room = table.roomy(1, one.tokens, np.minimum(bounds_s, one.tpot_s), _KEPT)
         room &= _takers(table, one)
         if room.any():
             return index, int(np.where(room, step_s, np.inf).argmin())
@@ -96,7 +78,7 @@ def gathered_answer(
         return None
     bounds_s = _bounds_s(table, answers, tpot_s)
     bound_s = np.minimum(bounds_s, bounds_s[source])
-    room = roomy(table, count[source], table.held_tokens[source], bound_s, _KEPT * fill)
+    room = table.roomy(count[source], table.held_tokens[source], bound_s, _KEPT * fill)
     room &= busy & _takers(table, answers[index])
     return (index, int(np.where(room, table.requests, -1).argmax())) if room.any() else None
 
