@@ -15,7 +15,7 @@ from headrace.decode.v1 import decode_pb2, decode_pb2_grpc
 from headrace.inference.v1 import adapter_pb2, first_token_pb2, sampling_pb2
 from headrace.prefill.v1 import prefill_pb2, prefill_pb2_grpc
 from headrace.registry.v1 import registry_pb2
-from headrace.worker.v1 import worker_pb2, worker_pb2_grpc
+from headrace.worker.v1 import time_model_pb2, worker_pb2, worker_pb2_grpc
 from headrace_common.config import ServiceConfig
 from headrace_common.errors import DecodeFull
 from headrace_common.identity import new_incarnation
@@ -124,6 +124,8 @@ class FakeDecode(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
         self.reports = asyncio.Event()
         """Cleared by a test to stop the status stream."""
         self.reports.set()
+        self.times: time_model_pb2.TimeModel | None = None
+        """What it has learned."""
         self.stall: worker_pb2.Stall | None = None
         """What it reports of its engine."""
         self.clock_offset_s = 0.0
@@ -253,6 +255,7 @@ class FakeDecode(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
                 state=worker_pb2.WatchStatusResponse.STATE_SERVING,
                 running_requests=self.running_requests,
                 total_blocks=100,
+                times=self.times,
                 stall=self.stall,
                 sent_unix_ns=time.time_ns() + round(self.clock_offset_s * 1e9),
             )

@@ -113,7 +113,7 @@ ATTRIBUTE_OTHER_DECISION: Final = "headrace.other.decision"
 ATTRIBUTE_MOVE_SOURCE_WORKER_ID: Final = "headrace.move.source_worker_id"
 # Milliseconds without a token for the client.
 ATTRIBUTE_MOVE_GAP_MS: Final = "headrace.move.gap_ms"
-# What asked for a move, "operator" or "drain".
+# What asked for a move, "operator", "drain", "late" or "gather".
 ATTRIBUTE_MOVE_ASKER: Final = "headrace.move.asker"
 # Worker that would have generated.
 ATTRIBUTE_OTHER_DECODE_WORKER_ID: Final = "headrace.other.decode_worker_id"

@@ -172,6 +172,7 @@ def policy_violations(policy: registry_pb2.Policy, path: str) -> dict[str, str]:
         ("far_weight", POLICY_FAR_WEIGHT_MAX),
         ("temperature", POLICY_TEMPERATURE_MAX),
         ("divide_gain", 1),
+        ("gather_fill", 1),
     ):
         # A comparison that is also false for nan.
         if not 0 <= getattr(policy, name) <= highest:

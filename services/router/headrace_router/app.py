@@ -215,6 +215,7 @@ class Router:
             others.update,
         )
         self._checkpoints = run_forever(self._store_checkpoints(), "checkpoints of events")
+        self._balancing = run_forever(self.moves.balance(), "moves that the load asks for")
 
     async def _store_checkpoints(self) -> None:
         while True:
@@ -237,6 +238,7 @@ class Router:
     async def close(self) -> None:
         """Ends every stream to workers."""
         await end_task(self._checkpoints)
+        await end_task(self._balancing)
         if self._batches is not None:
             await self._batches.close()
         self.parts.close()

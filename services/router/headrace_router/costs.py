@@ -39,7 +39,15 @@ from headrace.inference.v1 import bounds_pb2
 from headrace_common.durations import duration_from_seconds
 from headrace_common.time_model.model import TimeModel
 from headrace_kv.layout import KvLayout, WorkerRef
-from headrace_router.workers.table import NO_TIMES, TOKEN_ROW, Flags, LoadTable, Numbers, Worker
+from headrace_router.workers.table import (
+    DEFAULT_TPOT_STEPS,
+    NO_TIMES,
+    TOKEN_ROW,
+    Flags,
+    LoadTable,
+    Numbers,
+    Worker,
+)
 
 Rows = NDArray[np.intp]
 _Bound: TypeAlias = float | Numbers | None
@@ -65,8 +73,6 @@ _WAIT_MAX_S: Final = 3_600.0
 _SHARE_MIN: Final = 0.05
 _DIVIDED_MIN_S: Final = 0.1
 """The least time to first token of a prompt that is worth the messages of two workers."""
-_DEFAULT_TPOT_STEPS: Final = 4.0
-"""Without a bound on the time per output token, steps may take this many times those of one answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +263,7 @@ def costs_of_both(
     now_step_s, added_s = _steps_s(table, table.times.steps, missing)
     step_s = now_step_s + added_s
     now_step_s = np.where(table.requests > 0, now_step_s, 0.0)
-    tpot_s: float | Numbers = targets.tpot_s or _DEFAULT_TPOT_STEPS * (fixed + answer)
+    tpot_s: float | Numbers = targets.tpot_s or DEFAULT_TPOT_STEPS * (fixed + answer)
     missing_s = _missing_s(table, asked)
     compute_s = _computed_s(table, asked, missing_s, now_step_s, tpot_s)
 

@@ -65,6 +65,7 @@ class RoutePolicy:
     temperature: float = 0.0
     max_queue_wait_s: float | None = None
     divide_gain: float = 0.0
+    gather_fill: float = 0.0
 
     @classmethod
     def from_proto(cls, policy: registry_pb2.Policy) -> RoutePolicy:
@@ -76,6 +77,7 @@ class RoutePolicy:
             temperature=policy.temperature,
             max_queue_wait_s=seconds_from_duration(policy.max_queue_wait) if has_wait else None,
             divide_gain=policy.divide_gain,
+            gather_fill=policy.gather_fill,
         )
 
 
@@ -244,6 +246,11 @@ class KvAware(Placement):
         if unpaired is not None:
             faults["unpaired"] = unpaired
         fit, faults = _fit(usable, faults)
+        if policy.gather_fill:
+            bound_s = request.targets.tpot_s or np.inf
+            room = table.roomy(1, request.prompt_tokens, bound_s, policy.gather_fill)
+            awake = fit & room & (table.requests > 0)
+            fit = awake if np.count_nonzero(awake) else fit
         row = self._draw(costs.cost_s, table.requests, fit, policy.temperature)
         prefill_row = int(costs.prefill_row[row])
         if unpaired is not None and prefill_row == row:

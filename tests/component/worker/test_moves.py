@@ -14,6 +14,7 @@ from headrace.worker.v1 import worker_pb2, worker_pb2_grpc
 from headrace_common.durations import duration_from_seconds
 from headrace_decode.attempts import Attempts
 from headrace_engine.proto import sampling_from_proto
+from headrace_router.dispatch import moves
 from headrace_router.dispatch.moves import OF_WORKER_MAX
 from tests.channels import operator_channel
 from tests.component.worker.serving import MODEL, Workers, running
@@ -99,6 +100,7 @@ async def test_an_answer_moves_there_and_back_with_its_kv(sampling: dict[str, An
         # Three blocks of the prompt at least, and on the way back what was generated there.
         assert there.payload_bytes >= 3 * 32 * CLOSED_FORM_BYTES
         assert answer.last().timing.decode_worker_id == back.target_worker_id
+        assert answer.last().usage.receipt.moves == 2
         assert (
             answer.last().usage.decode_cached_tokens + answer.last().usage.transferred_tokens < 96
         )
@@ -122,6 +124,29 @@ async def test_all_choices_of_a_request_move() -> None:
         for choice in range(2):
             assert answer.tokens(choice) == unmoved.tokens(choice)
         assert answer.tokens(0) != answer.tokens(1)
+        await pair.wait_idle()
+
+
+async def test_answers_gather_on_one_worker_where_the_policy_wants_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(moves.PLANNED_S, "gather", 0.0)
+    monkeypatch.setattr(moves, "LOOK_S", 0.05)
+    async with running(f"{MODEL},decode_step_s=0.04") as pair:
+        requests = [greedy(prompt_of(70 + n, n), TOKENS, request_id=f"r{n}") for n in range(4)]
+        answers, reading = await begun(pair, *requests)
+        attempts = pair.rig.router.moves.dispatcher.running
+        names = [one.decode_worker.worker_id for one in attempts.values()]
+        if len(set(names)) == 1:
+            await move(pair, "r0")
+        pair.rig.policy.tpot_target.CopyFrom(duration_from_seconds(0.1))
+        pair.rig.policy.gather_fill = 1.0
+        await until(lambda: len({one.decode_worker for one in attempts.values()}) == 1)
+        assert len(attempts) == len(requests)
+        await reading
+        for answer in answers:
+            answer.check()
+        assert len({answer.last().timing.decode_worker_id for answer in answers}) == 1
         await pair.wait_idle()
 
 

@@ -133,6 +133,15 @@ def test_answers_gather_and_prompts_go_where_none_run() -> None:
     )
 
 
+def test_by_policy_new_answers_leave_workers_idle_while_others_have_room() -> None:
+    gathering = _with_policy(gather_fill=0.5)
+    assert _pool(_busy(2), _FREE).worker.ref == _ref("w1")
+    assert _pool(_busy(2), _FREE, request=gathering).worker.ref == _ref("w0")
+    # 28 answers take 24 ms, and half of the bound is 25 ms.
+    assert _pool(_busy(28), _FREE, request=gathering).worker.ref == _ref("w0")
+    assert _pool(_busy(30), _FREE, request=gathering).worker.ref == _ref("w1")
+
+
 def test_an_answer_goes_to_an_idle_worker_where_a_hand_over_would_cost_more() -> None:
     sending = replace(_TIMES, steps=replace(_TIMES.steps, s_per_sent_token=0.00006))
     decision = _choose(replace(_busy(4), times=sending), replace(_FREE, times=sending))

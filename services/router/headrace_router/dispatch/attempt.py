@@ -81,7 +81,7 @@ class Attempt(RunningAttempt, LinkedAnswer):
         self.successor: Attempt | None = None
         """The attempt that the answer has moved to."""
         self._held: list[tuple[Sequence[int], Logprobs, Logprobs]] | None = None
-        self._record = record
+        self.record = record
         self._queue = queue
         self._deadline = request.deadline
         self._decision = decision
@@ -143,7 +143,7 @@ class Attempt(RunningAttempt, LinkedAnswer):
         if self._calling is not None:
             self._calling.cancel()
         ended, queued = self.ended, self._queued
-        self._record.ended(queued)
+        self.record.ended(queued)
         # After decode's end, the worker's TaskDone is on its way.
         succeeded = ended.done() and not ended.cancelled() and ended.exception() is None
         if queued is not None and (self._decode_waits or not succeeded):
@@ -220,7 +220,7 @@ class Attempt(RunningAttempt, LinkedAnswer):
     def fail(self, error: Exception) -> None:
         self.let_go()
         if isinstance(error, HeadraceError) and not self.ended.done():
-            self._record.failed(error)
+            self.record.failed(error)
         super().fail(error)
 
     def reserve(self, reserved: decode_pb2.Reserved) -> None:
@@ -261,7 +261,7 @@ class Attempt(RunningAttempt, LinkedAnswer):
             self._prefill_failed = True
             raise
         self._queued = queued
-        self._record.enqueued(queued)
+        self.record.enqueued(queued)
         if self._first_token_by == BY_PREFILL:
             queued.first_token.add_done_callback(self._prefill_changed)
         queued.outcome.add_done_callback(self._prefill_changed)

@@ -12,9 +12,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
+from weakref import WeakKeyDictionary
 
 from headrace.kv.v1 import prefix_pb2
 from headrace_common.deadlines import Deadline
+from headrace_common.durations import seconds_from_duration
 from headrace_common.errors import (
     Cancelled,
     Conflict,
@@ -26,10 +28,12 @@ from headrace_common.errors import (
     QueueFull,
 )
 from headrace_common.tasks import BackgroundTasks
+from headrace_frontend.request.response_stream import ResponseStream
 from headrace_kv.layout import STATE, WorkerRef
 from headrace_router.dispatch.attempt import Attempt
 from headrace_router.dispatch.dispatcher import RequestDispatcher
 from headrace_router.dispatch.prefix_fetch import KvSource, Warming, first_of
+from headrace_router.dispatch.relocation import RunningAnswer, gathered_answer, late_answer
 from headrace_router.dispatch.retry_policy import TAKEN_SLOT_PAUSE_S
 from headrace_router.placement import Decision
 from headrace_router.prefill_queue.task import SignTask
@@ -48,6 +52,12 @@ SWITCH_S: Final = 2.0
 _PAUSE_S: Final = 1.0
 """After a move that has failed, before the next one of the same answer."""
 _POLL_S: Final = 0.02
+LOOK_S: Final = 0.5
+"""Between two plans of moves that the load asks for."""
+PLANNED_S: Final = {"late": 1.0, "gather": 5.0}
+"""How long a worker must be the one that gives an answer, by what asks for it."""
+REST_S: Final = 10.0
+"""In which an answer does not move again for these reasons."""
 _IDLE_S: Final = 0.2
 """Between two looks at the answers that are left, while none of them is due."""
 
@@ -109,7 +119,8 @@ class _Course:
             )
             source = KvSource(attempt.decode_worker, attempt.load.links.channel, asked)
         load = self._reserve()
-        warming = Warming(request, target, load, self.dispatcher.ticket_key_id, self.sign)
+        key_id, charge = self.dispatcher.ticket_key_id, attempt.record.charge
+        warming = Warming(request, target, load, key_id, self.sign, charge)
         try:
             sent_bytes = await warming.run(
                 token_ids[: end + 1],
@@ -163,6 +174,10 @@ class Moves:
     """The moves from and to each worker."""
     leaving: set[WorkerRef] = field(default_factory=set, init=False)
     """The workers that are emptied now."""
+    _rest_s: WeakKeyDictionary[ResponseStream, float] = field(
+        default_factory=WeakKeyDictionary, init=False
+    )
+    """Until when an answer rests."""
     _tasks: BackgroundTasks = field(default_factory=BackgroundTasks, init=False)
 
     async def move(self, attempt: Attempt, asker: str, worker_id: str = "") -> Move:
@@ -182,7 +197,7 @@ class Moves:
             self.count(outcome, asker)
 
     async def move_request(self, request_id: str, worker_id: str) -> list[Move]:
-        """As `move`, for all answers to the request with this id."""
+        """As `move`, for all answers to the request with this id. Raises Conflict if all of them have ended."""
         found = [
             attempt
             for attempt in self.dispatcher.running.values()
@@ -193,12 +208,20 @@ class Moves:
                 f"no answer to request {request_id} runs on this router",
                 metadata={"request_id": request_id},
             )
-        return [await self.move(attempt, "operator", worker_id) for attempt in found]
+        moves: list[Move] = []
+        for attempt in found:
+            try:
+                moves.append(await self.move(attempt, "operator", worker_id))
+            except Conflict:
+                # A choice that has ended, or moves for another reason, keeps no other one.
+                if attempt is found[-1] and not moves:
+                    raise
+        return moves
 
     async def _move(self, attempt: Attempt, worker_id: str) -> Move:
         if not attempt.generates or attempt.ended.done():
             raise Conflict("the answer is not generated at this moment")
-        if any(group.kind == STATE for group in attempt.worker.layout.groups):
+        if _has_states(attempt):
             why = "has states, of which its worker has that of the last token only"
             raise InvalidRequest({"request_id": why})
         decision = self.dispatcher.place_beside(attempt, worker_id)
@@ -210,7 +233,8 @@ class Moves:
         pair, name = (attempt.decode_worker, target), id(attempt.request)
         if name in self._moving:
             raise Conflict("the answer moves already")
-        if max(self._workers[one] for one in pair) >= OF_WORKER_MAX or self._full:
+        fullest = max(self._workers[one] for one in pair)
+        if fullest >= OF_WORKER_MAX or len(self._moving) >= OF_ROUTER_MAX:
             most = str(OF_WORKER_MAX)
             raise QueueFull(
                 f"too many answers move: {len(self._moving)}, from or to a worker at most {most}",
@@ -225,10 +249,6 @@ class Moves:
             self._workers.subtract(pair)
             self._workers += Counter()
 
-    @property
-    def _full(self) -> bool:
-        return len(self._moving) >= OF_ROUTER_MAX
-
     def worker_leaves(self, worker: WorkerRef) -> None:
         """Moves all answers from a worker in the background, while they are to leave it. Repeats are ignored."""
         if worker not in self.leaving:
@@ -236,36 +256,91 @@ class Moves:
             self._tasks.start(self._empty(worker))
 
     async def _empty(self, worker: WorkerRef) -> None:
-        retry_s: dict[Attempt, float] = {}
         running = self.dispatcher.running
         try:
             while self.dispatcher.workers.leaves(worker) and (
                 left := [one for one in running.values() if one.decode_worker == worker]
             ):
                 now_s = time.monotonic()
-                due = [one for one in left if one.generates and retry_s.get(one, 0.0) <= now_s]
+                due = [one for one in left if one.generates and not self._rests(one, now_s)]
                 for attempt in due[: OF_WORKER_MAX - self._workers[worker]]:
-                    retry_s[attempt] = math.inf
-                    self._tasks.start(self._leave(attempt, retry_s))
+                    self._tasks.start(self._try(attempt, "drain", rest_s=_PAUSE_S))
                 await asyncio.sleep(_POLL_S if due else _IDLE_S)
         finally:
             self.leaving.discard(worker)
 
-    async def _leave(self, attempt: Attempt, retry_s: dict[Attempt, float]) -> None:
-        """An answer that cannot be moved stays. Others are tried again."""
+    async def balance(self) -> None:
+        """Moves answers that will be late, and gathers answers by policy, one at a time. Never returns.
+
+        What is planned must be planned for a while before it is done, and an answer rests after each try.
+        """
+        since_s: dict[tuple[str, WorkerRef], float] = {}
+        while True:
+            await asyncio.sleep(LOOK_S)
+            now_s = time.monotonic()
+            earlier_s, since_s = since_s, {}
+            for model in self.dispatcher.workers.decode_worker_counts():
+                if (planned := self._planned(model)) is not None:
+                    asker, attempt, target = planned
+                    key = (asker, attempt.decode_worker)
+                    since_s[key] = earlier_s.get(key, now_s)
+                    if now_s - since_s[key] >= PLANNED_S[asker]:
+                        await self._try(attempt, asker, target.worker_id, rest_s=REST_S)
+
+    def _planned(self, model: str) -> tuple[str, Attempt, WorkerRef] | None:
+        """What asks for a move, the answer and its target."""
+        dispatcher, now_s = self.dispatcher, time.monotonic()
+        table, policy = dispatcher.workers.table(model), dispatcher.policy()
+        bound_s = seconds_from_duration(policy.tpot_target) or math.inf
+        rows = {worker.ref: row for row, worker in enumerate(table.workers)}
+        attempts, answers = [], []
+        for attempt in dispatcher.running.values():
+            prepared, done = attempt.request.prepared, attempt.response.completion_tokens
+            if prepared.model == model and attempt.decode_worker in rows:
+                attempts.append(attempt)
+                answers.append(
+                    RunningAnswer(
+                        rows[attempt.decode_worker],
+                        len(prepared.token_ids) + done,
+                        prepared.tpot_target_s or bound_s,
+                        attempt.generates
+                        and not (self._rests(attempt, now_s) or _has_states(attempt)),
+                        prepared.adapter,
+                    )
+                )
+        asker, found = "late", late_answer(table, answers, bound_s)
+        if found is None and policy.gather_fill:
+            asker, found = "gather", gathered_answer(table, answers, bound_s, policy.gather_fill)
+        if found is None:
+            return None
+        return asker, attempts[found[0]], table.workers[found[1]].ref
+
+    def _rests(self, attempt: Attempt, now_s: float) -> bool:
+        return self._rest_s.get(attempt.response, 0.0) > now_s
+
+    async def _try(
+        self, attempt: Attempt, asker: str, worker_id: str = "", *, rest_s: float
+    ) -> None:
+        """Then the answer rests. One that cannot be moved stays."""
+        self._rest_s[attempt.response] = math.inf
         try:
-            await self.move(attempt, "drain")
+            await self.move(attempt, asker, worker_id)
         except HeadraceError as error:
-            name = attempt.request.prepared.request_id
-            _LOG.info("answer %s stays on %s: %s", name, attempt.decode_worker, error.detail)
-            if not isinstance(error, InvalidRequest):
-                retry_s[attempt] = time.monotonic() + _PAUSE_S
+            request_id = attempt.request.prepared.request_id
+            _LOG.info("answer %s stays on %s: %s", request_id, attempt.decode_worker, error.detail)
+            if isinstance(error, InvalidRequest):
+                return
+        self._rest_s[attempt.response] = time.monotonic() + rest_s
 
 
 def _require_running(attempt: Attempt) -> None:
     """Raises Conflict once the answer has ended."""
     if attempt.ended.done() or attempt.response.ended_by:
         raise Conflict("the answer has ended where it was")
+
+
+def _has_states(attempt: Attempt) -> bool:
+    return any(group.kind == STATE for group in attempt.worker.layout.groups)
 
 
 def _is_of(answer_id: str, request_id: str) -> bool:

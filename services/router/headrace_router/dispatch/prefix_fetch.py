@@ -237,8 +237,7 @@ class PrefixFetches:
         def charge(receipt: receipt_pb2.Receipt) -> None:
             # The attempt counts the tokens as cached.
             receipt.cached_tokens = 0
-            record.more_receipts.append(receipt)
-            record.charge_late(receipt)
+            record.charge(receipt)
 
         warming = Warming(request, decision.worker, load, self.ticket_key_id, self.sign, charge)
         never, start_ns = asyncio.get_running_loop().create_future(), time.monotonic_ns()

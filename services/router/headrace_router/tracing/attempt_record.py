@@ -241,6 +241,11 @@ class RoutedAttempt(AttemptRecord):
         computed = (one.receipt for *_, one in tasks)
         return found._replace(parts=[*computed, *found.parts, *self.more_receipts])
 
+    def charge(self, receipt: receipt_pb2.Receipt) -> None:
+        """A request for the KV of this one has cost so much, on this worker or another."""
+        self.more_receipts.append(receipt)
+        self.charge_late(receipt)
+
     def close(self) -> None:
         self._answer = self._queued = self.outcome = None
 

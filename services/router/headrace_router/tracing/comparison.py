@@ -62,7 +62,10 @@ def _tenants_before(request: RequestRecord, others: Iterable[RequestRecord]) -> 
 
 
 def _gap_detail(request: RequestRecord, gap: Gap, others: Iterable[RequestRecord]) -> str:
-    """What the gap's decode worker and the router did meanwhile. Empty where no other request shows it."""
+    """What the gap's decode worker and the router did meanwhile. Empty where nothing shows it."""
+    for one in routed_attempts(request):
+        if one.moved and gap.start_ns <= (move := one.moved.result()).end_ns <= gap.end_ns:
+            return f"the answer moved there from {move.source}"
     times_us = gap.start_ns // 1_000, gap.end_ns // 1_000
     worker_id = _worker_at(request, times_us[1])
     waiting = Counter[bool]()

@@ -119,6 +119,8 @@ Key = TypeVar("Key")
 NO_TIMES: Final = TimeModel()
 GENERIC_STEPS: Final = StepTimes(fixed_s=0.01, s_per_prompt_token=1e-4, s_per_context_token=1e-8)
 """Where nothing is known."""
+DEFAULT_TPOT_STEPS: Final = 4.0
+"""Without a bound on the time per output token, steps may take this many times those of one answer."""
 _PRIOR_AGE_S: Final = 0.5
 # Of a step. What was learned may give all of its time to the context.
 _FIXED_MIN_S: Final = 1e-5
@@ -200,6 +202,8 @@ class TimeColumns:
         count = len(kind_of)
         self._rows: Numbers = np.zeros((len(_PART_OF), count))
         self._known: Flags = np.zeros((len(_PART_OF), count), np.bool_)
+        self.answers_known: Flags = self._known[_ANSWER_ROW]
+        """The workers that have learned the times of steps with answers."""
         self.steps, self.handovers = self._rows[:7], self._rows[7:]
         self.mean_steps: list[float] | Numbers = []
         """As `steps`, of the workers of the same kind. Numbers where all are of one kind."""
@@ -387,6 +391,23 @@ class LoadTable:
         if adapter is None:
             return np.ones(len(self.workers), np.bool_)
         return np.array([worker.serves(adapter) for worker in self.workers], np.bool_)
+
+    def roomy(self, answers: float, tokens: float, tpot_s: float | Numbers, fill: float) -> Flags:
+        """The workers with room for so many more answers, which hold `tokens`.
+
+        Each of its slots, of its KV memory and of the bound on its steps is then used up to `fill` at most. An infinite
+        bound counts as without one.
+        """
+        fixed, _, _, _, answer, context, _ = self.times.steps
+        requests, held_tokens = self.requests + answers, self.held_tokens + tokens
+        bound_s = np.where(np.isfinite(tpot_s), tpot_s, DEFAULT_TPOT_STEPS * (fixed + answer))
+        room: Flags = (
+            (self.reachable & ~self.draining & ~self.prefill_only)
+            & (fixed + answer * requests + context * held_tokens <= fill * bound_s)
+            & (requests <= fill * self.max_num_seqs)
+            & (held_tokens <= fill * self.total_tokens)
+        )
+        return room
 
     def flags(self, refs: Collection[WorkerRef]) -> Flags:
         """True in the rows of these workers."""

@@ -11,10 +11,11 @@ import grpc.aio
 import pytest
 
 from headrace.decode.v1 import decode_pb2
-from headrace.inference.v1 import inference_pb2, sampling_pb2
+from headrace.inference.v1 import inference_pb2, receipt_pb2, sampling_pb2
 from headrace.prefill.v1 import prefill_pb2
 from headrace.registry.v1 import registry_pb2
-from headrace_common.errors import (
+from headrace_common.durations import duration_from_seconds
+from headrace_common.errors import (, WorkerGone
     Conflict,
     DecodeFull,
     NoDecodeWorker,
@@ -23,6 +24,7 @@ from headrace_common.errors import (
 )
 from headrace_common.rpc.status import error_from_rpc
 from headrace_common.telemetry import schema
+from headrace_common.time_model.model import StepTimes, TimeModel, time_model_to_proto
 from headrace_kv.layout import WorkerRef
 from headrace_router.dispatch import moves
 from tests.kit.router import Rig, text_of
@@ -219,6 +221,21 @@ async def test_answers_leave_a_worker_only_while_the_policy_leaves_it_prompts(
     assert (await reader.whole()).timing.decode_worker_id == "d0"
 
 
+async def test_an_answer_leaves_a_worker_with_steps_beyond_its_bound(
+    rig: Rig,
+) -> None:
+    course, counted = Course(), Counter[tuple[str, str]]()
+    rig.router.moves.count = lambda *labels: counted.update([labels])
+    await rig.add_decodes(course.source, course.target)
+    reader = Reader(rig, tpot_target=duration_from_seconds(0.05))
+    await until(lambda: len(reader.tokens) == EARLY)
+    for worker, step_s in zip(rig.decodes, (0.06, 0.01), strict=True):
+        worker.times = time_model_to_proto(TimeModel(StepTimes(fixed_s=step_s, answer_steps=50)))
+    course.target_begins.set()
+    assert (await reader.whole()).timing.decode_worker_id == "d1"
+    assert counted == {("moved", "late"): 1}
+
+
 async def test_the_usage_has_what_the_prefill_worker_had_cached(rig: Rig) -> None:
     async def compute(worker: FakePrefill, task: prefill_pb2.PrefillTask) -> None:
         done = prefill_pb2.TaskDone(transfer_id=task.transfer_id, cached_tokens=3)
@@ -232,6 +249,40 @@ async def test_the_usage_has_what_the_prefill_worker_had_cached(rig: Rig) -> Non
     course.target_begins.set()
     await move(rig)
     assert (await reader.whole()).usage.cached_tokens == 3
+
+
+async def test_the_receipt_has_what_a_move_cost_that_failed(rig: Rig) -> None:
+    course = Course()
+
+    async def failing(
+        worker: FakeDecode, request: decode_pb2.GenerateRequest
+    ) -> AsyncIterator[Any]:
+        yield reserved(request)
+        if request.generated_token_count:
+            raise WorkerGone("as scripted")
+        spent = receipt_pb2.Receipt(decode_device_us=7, computed_tokens=9)
+        yield decode_pb2.Finished(reason=sampling_pb2.FINISH_REASON_LENGTH, receipt=spent)
+
+    reader = await begin(rig, course)
+    rig.decodes[1].script = failing
+    with pytest.raises(WorkerGone):
+        await move(rig)
+    course.source_goes_on.set()
+    receipt = (await reader.whole()).usage.receipt
+    assert (receipt.decode_device_us, receipt.recomputed_tokens, receipt.moves) == (7, 9, 0)
+
+
+async def test_a_choice_that_has_ended_keeps_no_other_one(rig: Rig) -> None:
+    course = Course()
+    reader = await begin(rig, course)
+    running = rig.router.moves.dispatcher.running
+    (attempt,) = running.values()
+    # It has ended when its turn comes.
+    running[1] = attempt
+    course.target_begins.set()
+    assert (await move(rig)).target_worker_id == "d1"
+    del running[1]
+    await reader.whole()
 
 
 async def test_what_cannot_move_stays_and_says_why(rig: Rig) -> None:

@@ -99,3 +99,15 @@ async def test_an_answer_that_moves_keeps_the_tenants_before_it() -> None:
         schema.ATTRIBUTE_PAYLOAD_BYTES: "64",
         schema.ATTRIBUTE_MOVE_GAP_MS: "0.02",
     }
+
+
+async def test_a_gap_that_a_move_caused_names_the_move() -> None:
+    slow = running("slow", (2_000, 5_000))
+    moved = replace(attempt(remote=False), decision=decision(remote=False, worker_id="decode-1"))
+    moved.moved = asyncio.get_running_loop().create_future()
+    end_ns = slow.arrival_ns + 4_999 * MS
+    moved.moved.set_result(Move("decode-0", "decode-1", 64, end_ns - MS, end_ns, 3_000 * MS))
+    slow.attempts.append(moved)
+    assert verdict(read_trace(store_of(slow).get("slow"))).endswith(
+        "for 3,000 ms: the answer moved there from decode-0"
+    )

@@ -1,0 +1,103 @@
+"""Which running answer should move to another decode worker, and where. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+import numpy as np
+
+from headrace_common.registry.adapters import Adapter
+from headrace_router.workers.table import Flags, LoadTable, Numbers
+
+_KEPT: Final = 0.9
+"""Of each bound, after a move. So a worker that takes an answer is far from giving one."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunningAnswer:
+    """An answer on the worker of `row`, which has so many tokens of prompt and answer.
+
+    `tpot_s` is its bound on the time per output token, infinite without one. `movable`: whether it may move now.
+    """
+
+    row: int
+    tokens: int
+    tpot_s: float
+    movable: bool = True
+    adapter: Adapter | None = None
+
+
+Relocation: TypeAlias = tuple[int, int]
+"""The number of the answer that moves, and the row of the worker that takes it."""
+
+
+def late_answer(
+    table: LoadTable, answers: Sequence[RunningAnswer], tpot_s: float
+) -> Relocation | None:
+    """An answer on a worker with steps beyond the bound of an answer, where another worker has room.
+
+    By the times that the workers have learned, all of its steps take at most 0.9 of every bound afterwards. `tpot_s`
+    is the bound of answers that are not among these.
+    """
+    bounds_s, own = _bounds_s(table, answers, tpot_s), np.zeros(len(table.workers))
+    for one in answers:
+        own[one.row] += one.tokens
+    fixed, _, _, _, answer, context, _ = table.times.steps
+    # What is held has the growth too. Of other routers' answers nothing else is known.
+    tokens = np.where(table.external_requests > 0, table.held_tokens, own)
+    step_s = fixed + answer * table.requests + context * tokens
+    gives = table.reachable & ~table.draining & table.times.answers_known
+    late_s = np.where(gives & np.isfinite(bounds_s), step_s - bounds_s, 0.0)
+    for row in np.argsort(-late_s)[: np.count_nonzero(late_s > 0)]:
+        index = _shortest(answers, row)
+        if index is None:
+            continue
+        one = answers[index]
+        room = table.roomy(1, one.tokens, np.minimum(bounds_s, one.tpot_s), _KEPT)
+        room &= _takers(table, one)
+        if room.any():
+            return index, int(np.where(room, step_s, np.inf).argmin())
+    return None
+
+
+def gathered_answer(
+    table: LoadTable, answers: Sequence[RunningAnswer], tpot_s: float, fill: float
+) -> Relocation | None:
+    """An answer of the worker with the fewest ones, where the fullest other one has room for all of them.
+
+    That is filled up to 0.9 of `fill`, and new answers up to `fill`.
+    """
+    busy = (table.requests > 0) & ~table.draining
+    count = np.where(busy, table.requests, np.inf)
+    # The last one of equals gives, the first one takes.
+    source = len(count) - 1 - int(count[::-1].argmin())
+    index = _shortest(answers, source)
+    if index is None:
+        return None
+    bounds_s = _bounds_s(table, answers, tpot_s)
+    bound_s = np.minimum(bounds_s, bounds_s[source])
+    room = table.roomy(count[source], table.held_tokens[source], bound_s, _KEPT * fill)
+    room &= busy & _takers(table, answers[index])
+    return (index, int(np.where(room, table.requests, -1).argmax())) if room.any() else None
+
+
+def _bounds_s(table: LoadTable, answers: Sequence[RunningAnswer], tpot_s: float) -> Numbers:
+    """The tightest bound of the answers of each worker."""
+    bounds_s = np.full(len(table.workers), tpot_s)
+    for one in answers:
+        bounds_s[one.row] = min(bounds_s[one.row], one.tpot_s)
+    return bounds_s
+
+
+def _shortest(answers: Sequence[RunningAnswer], row: int) -> int | None:
+    """The answer of a worker with the least KV to send."""
+    found = (index for index, one in enumerate(answers) if one.row == row and one.movable)
+    return min(found, key=lambda index: answers[index].tokens, default=None)
+
+
+def _takers(table: LoadTable, one: RunningAnswer) -> Flags:
+    """The other workers that can have the KV of an answer, and have learned how long their steps are."""
+    others: Flags = (table.layout_of == table.layout_of[one.row]) & (table.rows != one.row)
+    return others & table.serving(one.adapter) & table.times.answers_known
