@@ -421,10 +421,7 @@ def costs_of_pools(candidates: Candidates, asked: Asked, remote: Flags | None) -
 def _steps_s(
     table: LoadTable, steps: list[float] | Numbers, tokens: float | Numbers
 ) -> tuple[Numbers, float | Numbers]:
-    """The times of a step with the answers that run now, and of what one after `tokens` adds.
-
-    No context exceeds what is held.
-    """
+    """The times of a step with the running answers, and of what one after `tokens` adds. Contexts are what is held."""
     fixed, _, _, _, answer, context, _ = steps
     now_s: Numbers = fixed + answer * table.requests + context * table.held_tokens
     return now_s, answer + context * tokens
@@ -466,10 +463,7 @@ def _computed_s(
 
 
 def _queued_s(candidates: Candidates, asked: Asked) -> tuple[Numbers, Numbers]:
-    """How long the prefill queue takes for what each worker lacks, without and with the wait.
-
-    Unknown times are as if the worker itself computed.
-    """
+    """How long the queue takes for what a worker lacks, without and with its wait. Unknown times are that worker's."""
     steps = candidates.prefill_times.steps
     if steps.knows_prompts:
         token_s = steps.s_per_prompt_token + steps.s_per_attended_token * asked.before

@@ -391,17 +391,22 @@ class RequestDispatcher:
 
         Raises NoDecodeWorker, or DecodeFull when none has a place.
         """
-        request, prepared = attempt.request, attempt.request.prepared
-        retries = RetryState(0, 0.0)
-        retries.exclude_worker(attempt.decode_worker)
-        for worker in self.workers.table(prepared.model).workers:
-            if worker_id not in ("", worker.ref.worker_id):
-                retries.exclude_worker(worker.ref)
-        retries.prefill_excluded = True
-        token_ids, record = request.prefix_ids, RoutedAttempt(0)
-        decision, *_ = self._route(
-            prepared, token_ids, request.record, record, request.deadline, retries
+        request, own = attempt.request, attempt.decode_worker
+        prepared, policy = request.prepared, self.policy()
+        workers = self.workers.table(prepared.model).workers
+        others = (one.ref for one in workers if worker_id not in ("", one.ref.worker_id))
+        asked = PlacementRequest(
+            model=prepared.model,
+            prompt_tokens=len(request.prefix_ids),
+            prefill_placement=prepared.placement,
+            policy=RoutePolicy.from_proto(policy),
+            remaining_s=request.deadline.remaining_s(),
+            failed=frozenset((own, *others)),
+            local_only=True,
+            adapter=prepared.adapter,
+            targets=self._targets(prepared, policy, request.record.arrival_ns),
         )
+        decision = self.placement.choose(asked, self._candidates(prepared, request.prefix_ids))
         if unfit := decision.candidates[0].unfit:
             raise DecodeFull(f"{decision.worker.ref.worker_id} takes no answer: it is {unfit}")
         return decision

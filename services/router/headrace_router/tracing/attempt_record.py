@@ -33,6 +33,7 @@ from headrace_router.costs import OtherDecision
 from headrace_router.decode_link.answer import LinkedAnswer
 from headrace_router.placement import Decision, candidate_text
 from headrace_router.prefill_queue.task import QueuedTask, TaskOutcome
+from headrace_router.tracing.prefill_task import PrefillTaskRecord, task_spans
 
 _WORKERS_MAX: Final = 4_096
 _PAUSE_MIN_US: Final = 5_000
@@ -89,16 +90,6 @@ class Move(NamedTuple):
             schema.ATTRIBUTE_DECODE_WORKER_ID: self.target,
             schema.ATTRIBUTE_PAYLOAD_BYTES: self.payload_bytes,
         }
-
-
-class PrefillTaskRecord(NamedTuple):
-    """A prefill task, as its worker has reported it. Its KV went to worker `destination`."""
-
-    worker_id: str
-    destination: str
-    done: prefill_pb2.TaskDone
-    steps: PrefillSteps | None
-    tokens: int
 
 
 @dataclass(eq=False, slots=True)
@@ -394,7 +385,7 @@ class RoutedAttempt(AttemptRecord):
             decision.computes_from or (tokens if part is None else tokens - part.tokens),
         )
         for task in (own,) if part is None else (part, own):
-            yield from _task_spans(task, maker, parent, self._ids(request))
+            yield from task_spans(task, maker, parent, self._ids(request))
 
     def _ids(self, request: RequestRecord) -> Attributes:
         return {
@@ -449,49 +440,6 @@ def regret_of(request: RequestRecord) -> Regret | None:
     estimates = [(other.estimate_s(prompt_s), other) for other in decision.others]
     estimate_s, best = min(estimates, key=lambda pair: pair[0])
     return Regret(best, observed_s - estimate_s)
-
-
-def _task_spans(
-    task: PrefillTaskRecord, maker: SpanMaker, parent: SpanContext, ids: Attributes
-) -> Iterator[ReadableSpan]:
-    prefill, done = task.steps, task.done
-    if prefill is None:
-        return
-    ends = (prefill.received, prefill.compute_end, prefill.last_write, prefill.sent)
-    cached: Attributes = {schema.ATTRIBUTE_CACHED_TOKENS: done.cached_tokens}
-    own = maker.of_steps(
-        schema.SPAN_PREFILL,
-        parent,
-        (prefill.received, max(time or 0 for time in ends)),
-        {
-            **ids,
-            schema.ATTRIBUTE_PREFILL_WORKER_ID: task.worker_id,
-            **cached,
-            schema.ATTRIBUTE_PAYLOAD_BYTES: done.payload_bytes,
-        },
-    )
-    yield own
-    if prefill.compute_start is not None and prefill.compute_end is not None:
-        times = (prefill.compute_start, prefill.compute_end)
-        counts = {**cached, schema.ATTRIBUTE_TOKENS: task.tokens - done.cached_tokens}
-        yield maker.of_steps(schema.SPAN_PREFILL_COMPUTE, own.context, times, counts)
-    if done.HasField("last_link"):
-        link = done.last_link
-        yield maker.of_steps(
-            schema.SPAN_TRANSFER_LINK,
-            own.context,
-            (prefill.received + link.start_us, prefill.received + link.end_us),
-            {
-                schema.ATTRIBUTE_SOURCE_RANK: link.source_rank,
-                schema.ATTRIBUTE_DESTINATION_RANK: link.destination_rank,
-                schema.ATTRIBUTE_DECODE_WORKER_ID: task.destination,
-                schema.ATTRIBUTE_TRANSPORT: link.transport,
-                schema.ATTRIBUTE_STRATEGY: link.strategy,
-                schema.ATTRIBUTE_PAYLOAD_BYTES: link.payload_bytes,
-                schema.ATTRIBUTE_MOVING_MS: link.moving_us / 1e3,
-                schema.ATTRIBUTE_LINK_LAYERS: link.layers,
-            },
-        )
 
 
 def _route_attributes(decision: Decision) -> Attributes:
