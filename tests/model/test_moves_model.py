@@ -15,7 +15,7 @@ from headrace.inference.v1 import sampling_pb2
 from headrace_router.dispatch.attempt import Attempt
 from tests.model.explorer import Course, explore, run, run_random
 from tests.model.ground import Violation
-from tests.model.moves import BEGUN, TOKENS, MoveWorld
+from tests.model.moves import MoveWorld
 from tests.model.test_handoff_model import EVERY, describe
 
 AHEADS = (100, 3)
@@ -60,7 +60,7 @@ def end_as_the_target_begins() -> None:
     while "token of router-0 2 on d1" not in world.choices()[0][0]:
         step("")
     step("")
-    for _ in range(TOKENS - BEGUN):
+    while any("token of router-0 1 on d0" in name for name, _ in world.choices()):
         step("token of router-0 1 on d0")
         step("deliver 0 to router")
     step("finish router-0 1 on d0")

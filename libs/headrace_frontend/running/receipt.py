@@ -25,17 +25,13 @@ _OF_CLIENTS: Final = frozenset(
 
 
 class AttemptReceipt(NamedTuple):
-    """What is known of the cost of one attempt. `generated_tokens`: those of earlier attempts, which it continues.
-
-    `moving` is what other workers have spent to get its answer, whether it has moved or not.
-    """
+    """What is known of the cost of one attempt. `generated_tokens`: those of earlier attempts, which it continues."""
 
     parts: Sequence[receipt_pb2.Receipt]
     reason: str
     """That of its error. Empty without one."""
     generated_tokens: int
     links: Sequence[receipt_pb2.LinkUse] = ()
-    moving: Sequence[receipt_pb2.Receipt] = ()
 
 
 def device_us(receipt: receipt_pb2.Receipt) -> int:
@@ -51,8 +47,7 @@ def receipt_of(attempts: Iterable[AttemptReceipt]) -> receipt_pb2.Receipt:
     lost_tokens = False
     for attempt in attempts:
         failed, before = attempt.reason not in _OF_CLIENTS, computed
-        again = sum(min(part.computed_tokens, _MOST) for part in attempt.moving)
-        for part in (*attempt.parts, *attempt.moving):
+        for part in attempt.parts:
             computed += min(part.computed_tokens, _MOST)
             cached += min(part.cached_tokens, _MOST)
             if failed:
@@ -66,7 +61,8 @@ def receipt_of(attempts: Iterable[AttemptReceipt]) -> receipt_pb2.Receipt:
                     kv[use.tier] = kv.get(use.tier, 0.0) + used
         count += 1
         moves += attempt.generated_tokens > 0
-        recomputed += computed - before if lost_tokens or attempt.generated_tokens else again
+        if lost_tokens or attempt.generated_tokens:
+            recomputed += computed - before
         lost_tokens |= failed and computed > before
         links += attempt.links
     return receipt_pb2.Receipt(

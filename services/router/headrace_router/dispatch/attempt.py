@@ -153,15 +153,27 @@ class Attempt(RunningAttempt, LinkedAnswer):
         """Leads once it has a token and `take_over` has returned. Its error ends this attempt."""
         self._take_over = take_over
 
+    def next_tokens(self) -> asyncio.Future[None]:
+        """Done once the response has got more tokens."""
+        arrived: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def add(token_ids: Sequence[int], logprobs: Logprobs, prompt: Logprobs) -> bool:
+            if not arrived.done():
+                arrived.set_result(None)
+            return self.response.add_tokens(token_ids, logprobs, prompt)
+
+        self.forward(add)
+        return arrived
+
     def hold(self) -> None:
         """The response gets no more tokens, until `let_go`. At most two windows of a link are held."""
-        self._held = []
-        self.forward(self._hold)
+        held = self._held = []
 
-    def _hold(self, token_ids: Sequence[int], logprobs: Logprobs, prompt: Logprobs) -> bool:
-        if self._held is not None:
-            self._held.append((token_ids, logprobs, prompt))
-        return False
+        def keep(token_ids: Sequence[int], logprobs: Logprobs, prompt: Logprobs) -> bool:
+            held.append((token_ids, logprobs, prompt))
+            return False
+
+        self.forward(keep)
 
     def let_go(self) -> None:
         """The response gets the held tokens, and all others again."""

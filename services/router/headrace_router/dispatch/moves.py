@@ -49,6 +49,8 @@ WARM_S: Final = 30.0
 """The longest time for the KV. The source generates meanwhile."""
 SWITCH_S: Final = 2.0
 """The longest time in which tokens of the source are held."""
+TOKEN_S: Final = 0.5
+"""The longest wait for the token of the source after which its tokens are held."""
 _PAUSE_S: Final = 1.0
 """After a move that has failed, before the next one of the same answer."""
 _POLL_S: Final = 0.02
@@ -139,6 +141,8 @@ class _Course:
     async def _switch(self) -> Move:
         """The target continues after the tokens that the client has, and the source's are held until it does."""
         source = self.attempt
+        # Right after a token the client waits for none yet.
+        await first_of(source.next_tokens(), source.ended, timeout_s=TOKEN_S)
         _require_running(source)
         moved: asyncio.Future[Move] = asyncio.get_running_loop().create_future()
         name = self.decision.worker.ref.worker_id

@@ -1,10 +1,13 @@
-"""Which running answer should move to another decode worker, and where. Pure."""
+"""Which running answer should move to another decode worker, and where. Pure.
+
+Plans have the number of the answer, and the row of the worker that takes it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Final
 
 import numpy as np
 
@@ -29,13 +32,9 @@ class RunningAnswer:
     adapter: Adapter | None = None
 
 
-Relocation: TypeAlias = tuple[int, int]
-"""The number of the answer that moves, and the row of the worker that takes it."""
-
-
 def late_answer(
     table: LoadTable, answers: Sequence[RunningAnswer], tpot_s: float
-) -> Relocation | None:
+) -> tuple[int, int] | None:
     """An answer on a worker with steps beyond the bound of an answer, where another worker has room.
 
     By the times that the workers have learned, all of its steps take at most 0.9 of every bound afterwards. `tpot_s`
@@ -64,7 +63,7 @@ def late_answer(
 
 def gathered_answer(
     table: LoadTable, answers: Sequence[RunningAnswer], tpot_s: float, fill: float
-) -> Relocation | None:
+) -> tuple[int, int] | None:
     """An answer of the worker with the fewest ones, where the fullest other one has room for all of them.
 
     That is filled up to 0.9 of `fill`, and new answers up to `fill`.

@@ -41,13 +41,6 @@ def test_an_attempt_that_failed_by_a_fault_is_paid_by_the_operator() -> None:
     )
 
 
-def test_what_a_move_cost_at_its_target_was_computed_again() -> None:
-    stayed = AttemptReceipt([part(50, 60, 10)], "", 0, [], [part(decode_us=5, computed=4)])
-    receipt = receipt_of([stayed])
-    assert (receipt.computed_tokens, receipt.recomputed_tokens) == (14, 4)
-    assert (receipt.decode_device_us, receipt.attempts, receipt.moves) == (65, 1, 0)
-
-
 def test_a_client_pays_for_what_it_cancels() -> None:
     receipt = receipt_of([AttemptReceipt([part(50)], Cancelled.reason, 0)])
     assert (receipt.prefill_device_us, receipt.operator_device_us) == (50, 0)

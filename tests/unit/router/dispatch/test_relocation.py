@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from headrace_common.time_model.model import StepTimes, TimeModel
 from headrace_kv.layout import WorkerRef
 from headrace_router.dispatch.relocation import (
-    Relocation,
     RunningAnswer,
     gathered_answer,
     late_answer,
@@ -53,7 +52,7 @@ def step_s(answers: Answers, row: int) -> float:
     return FIXED_S + len(own) * ANSWER_S + CONTEXT_S * sum(one.tokens for one in own)
 
 
-def moved(answers: Answers, plan: Relocation) -> Answers:
+def moved(answers: Answers, plan: tuple[int, int]) -> Answers:
     return [
         replace(one, row=plan[1]) if index == plan[0] else one for index, one in enumerate(answers)
     ]
