@@ -432,8 +432,8 @@ class RequestDispatcher:
         record.report_late(source.record.charge)
 
         def take_over() -> None:
-            record.report_late(lambda receipt: None)
             source.move_to(target)
+            record.report_late(lambda receipt: None)
             now_ns = time.monotonic_ns()
             gap_ns = now_ns - request.response.last_token_ns
             moved.set_result(move._replace(end_ns=now_ns, gap_ns=gap_ns))

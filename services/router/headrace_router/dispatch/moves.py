@@ -33,12 +33,18 @@ from headrace_kv.layout import STATE, WorkerRef
 from headrace_router.dispatch.attempt import Attempt
 from headrace_router.dispatch.dispatcher import RequestDispatcher
 from headrace_router.dispatch.prefix_fetch import KvSource, Warming, first_of
-from headrace_router.dispatch.relocation import RunningAnswer, gathered_answer, late_answer
+from headrace_router.dispatch.relocation import (
+    RunningAnswer,
+    gathered_answer,
+    late_answer,
+    may_be_late,
+)
 from headrace_router.dispatch.retry_policy import TAKEN_SLOT_PAUSE_S
 from headrace_router.placement import Decision
 from headrace_router.prefill_queue.task import SignTask
 from headrace_router.tracing.attempt_record import Move
 from headrace_router.workers.connection import LoadReservation
+from headrace_router.workers.table import Worker
 
 _LOG = logging.getLogger(__name__)
 
@@ -225,7 +231,7 @@ class Moves:
     async def _move(self, attempt: Attempt, worker_id: str) -> Move:
         if not attempt.generates or attempt.ended.done():
             raise Conflict("the answer is not generated at this moment")
-        if _has_states(attempt):
+        if _has_states(attempt.worker):
             why = "has states, of which its worker has that of the last token only"
             raise InvalidRequest({"request_id": why})
         decision = self.dispatcher.place_beside(attempt, worker_id)
@@ -290,28 +296,33 @@ class Moves:
                     since_s[key] = earlier_s.get(key, now_s)
                     if now_s - since_s[key] >= PLANNED_S[asker]:
                         await self._try(attempt, asker, target.worker_id, rest_s=REST_S)
+                # The plans of many models do not hold the event loop together.
+                await asyncio.sleep(0)
 
     def _planned(self, model: str) -> tuple[str, Attempt, WorkerRef] | None:
         """What asks for a move, the answer and its target."""
         dispatcher, now_s = self.dispatcher, time.monotonic()
         table, policy = dispatcher.workers.table(model), dispatcher.policy()
         bound_s = seconds_from_duration(policy.tpot_target) or math.inf
+        if len(table) < 2 or _has_states(table.workers[0]):
+            return None
+        running = dispatcher.running.values()
+        attempts = [one for one in running if one.request.prepared.model == model]
+        bounds_s = [one.request.prepared.tpot_target_s or bound_s for one in attempts]
+        if not attempts or not (policy.gather_fill or may_be_late(table, min(bounds_s))):
+            return None
         rows = {worker.ref: row for row, worker in enumerate(table.workers)}
-        attempts, answers = [], []
-        for attempt in dispatcher.running.values():
-            prepared, done = attempt.request.prepared, attempt.response.completion_tokens
-            if prepared.model == model and attempt.decode_worker in rows:
-                attempts.append(attempt)
-                answers.append(
-                    RunningAnswer(
-                        rows[attempt.decode_worker],
-                        len(prepared.token_ids) + done,
-                        prepared.tpot_target_s or bound_s,
-                        attempt.generates
-                        and not (self._rests(attempt, now_s) or _has_states(attempt)),
-                        prepared.adapter,
-                    )
-                )
+        attempts = [one for one in attempts if one.decode_worker in rows]
+        answers = [
+            RunningAnswer(
+                rows[one.decode_worker],
+                len(one.request.prepared.token_ids) + one.response.completion_tokens,
+                one.request.prepared.tpot_target_s or bound_s,
+                one.generates and not self._rests(one, now_s),
+                one.request.prepared.adapter,
+            )
+            for one in attempts
+        ]
         asker, found = "late", late_answer(table, answers, bound_s)
         if found is None and policy.gather_fill:
             asker, found = "gather", gathered_answer(table, answers, bound_s, policy.gather_fill)
@@ -343,8 +354,8 @@ def _require_running(attempt: Attempt) -> None:
         raise Conflict("the answer has ended where it was")
 
 
-def _has_states(attempt: Attempt) -> bool:
-    return any(group.kind == STATE for group in attempt.worker.layout.groups)
+def _has_states(worker: Worker) -> bool:
+    return any(group.kind == STATE for group in worker.layout.groups)
 
 
 def _is_of(answer_id: str, request_id: str) -> bool:

@@ -164,11 +164,17 @@ class Warming:
             if sends and warmed.ended.done():
                 # The answer follows the last byte.
                 await first_of(stop, asking, timeout_s=_ANSWER_WAIT_S)
+            if asking.cancelled():
+                # The router has closed its channel to the source.
+                return None
             if asking.done():
                 sent_bytes = asking.result().payload_bytes
                 await first_of(stop, warmed.ended)
         except grpc.aio.AioRpcError as error:
             _LOG.info("%s lacks KV: %s", self.target.ref, error_from_rpc(error).detail)
+            return None
+        except grpc.aio.UsageError:
+            # The channel to the source was closed before.
             return None
         finally:
             asking.cancel()
@@ -176,7 +182,7 @@ class Warming:
             raise failure
         return sent_bytes
 
-    def _send(self, source: KvSource, transfer_id: str, reserved: decode_pb2.Reserved) -> Any:
+    async def _send(self, source: KvSource, transfer_id: str, reserved: decode_pb2.Reserved) -> Any:
         """Has the source send what the target lacks."""
         target = self.target
         task = prefill_pb2.PrefillTask(
@@ -196,7 +202,7 @@ class Warming:
         asked.MergeFrom(source.asked)
         # It is cancelled when the target has waited for long enough.
         stub = prefix_pb2_grpc.PrefixServiceStub(source.channel)
-        return stub.SendPrefix(asked, timeout=self.request.deadline.remaining_s())
+        return await stub.SendPrefix(asked, timeout=self.request.deadline.remaining_s())
 
 
 async def first_of(*events: asyncio.Future[Any], timeout_s: float | None = None) -> None:
@@ -249,7 +255,7 @@ class PrefixFetches:
         end_ns, link = time.monotonic_ns(), _link(ref, target)
         if sent_bytes is not None:
             self.rule.fetched(link, sent_bytes, 1e-9 * (end_ns - start_ns))
-        elif reason and reason != DecodeFull.reason:
+        elif reason != DecodeFull.reason:
             self.rule.failed(link)
         reason = reason or ("" if sent_bytes is not None else REFUSED)
         tokens = 0 if reason else tokens - decision.decode_cached_tokens

@@ -6,8 +6,7 @@ Plans have the number of the answer, and the row of the worker that takes it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -16,10 +15,11 @@ from headrace_router.workers.table import Flags, LoadTable, Numbers
 
 _KEPT: Final = 0.9
 """Of each bound, after a move. So a worker that takes an answer is far from giving one."""
+_GIVERS_MAX: Final = 16
+"""Of the workers with late steps, those for which a plan looks for room. Each costs a look at all workers."""
 
 
-@dataclass(frozen=True, slots=True)
-class RunningAnswer:
+class RunningAnswer(NamedTuple):
     """An answer on the worker of `row`, which has so many tokens of prompt and answer.
 
     `tpot_s` is its bound on the time per output token, infinite without one. `movable`: whether it may move now.
@@ -32,13 +32,20 @@ class RunningAnswer:
     adapter: Adapter | None = None
 
 
+def may_be_late(table: LoadTable, tpot_s: float) -> bool:
+    """Whether steps of a worker may take longer than `tpot_s`. Cheap beside the plans."""
+    fixed, _, _, _, answer, context, _ = table.times.steps
+    step_s = fixed + answer * table.requests + context * table.held_tokens
+    return bool((step_s > tpot_s).any())
+
+
 def late_answer(
     table: LoadTable, answers: Sequence[RunningAnswer], tpot_s: float
 ) -> tuple[int, int] | None:
     """An answer on a worker with steps beyond the bound of an answer, where another worker has room.
 
     By the times that the workers have learned, all of its steps take at most 0.9 of every bound afterwards. `tpot_s`
-    is the bound of answers that are not among these.
+    is the bound of answers that are not among these. Only the latest workers with movable answers are looked at.
     """
     bounds_s, own = _bounds_s(table, answers, tpot_s), np.zeros(len(table.workers))
     for one in answers:
@@ -48,11 +55,15 @@ def late_answer(
     tokens = np.where(table.external_requests > 0, table.held_tokens, own)
     step_s = fixed + answer * table.requests + context * tokens
     gives = table.reachable & ~table.draining & table.times.answers_known
-    late_s = np.where(gives & np.isfinite(bounds_s), step_s - bounds_s, 0.0)
-    for row in np.argsort(-late_s)[: np.count_nonzero(late_s > 0)]:
-        index = _shortest(answers, row)
-        if index is None:
-            continue
+    shortest: dict[int, int] = {}
+    for index, one in enumerate(answers):
+        if one.movable and one.tokens < answers[shortest.setdefault(one.row, index)].tokens:
+            shortest[one.row] = index
+    rows = np.array([*shortest], np.intp)
+    late_s = np.where(gives & np.isfinite(bounds_s), step_s - bounds_s, 0.0)[rows]
+    latest = np.argsort(-late_s)[: min(_GIVERS_MAX, np.count_nonzero(late_s > 0))]
+    for row in rows[latest]:
+        index = shortest[row]
         one = answers[index]
         room = table.roomy(1, one.tokens, np.minimum(bounds_s, one.tpot_s), _KEPT)
         room &= _takers(table, one)
@@ -68,7 +79,7 @@ def gathered_answer(
 
     That is filled up to 0.9 of `fill`, and new answers up to `fill`.
     """
-    busy = (table.requests > 0) & ~table.draining
+    busy = (table.requests > 0) & table.reachable & ~table.draining
     count = np.where(busy, table.requests, np.inf)
     # The last one of equals gives, the first one takes.
     source = len(count) - 1 - int(count[::-1].argmin())

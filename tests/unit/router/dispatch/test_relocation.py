@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,7 +17,7 @@ from headrace_router.dispatch.relocation import (
     gathered_answer,
     late_answer,
 )
-from headrace_router.workers.table import NO_TIMES, Load, LoadTable, Worker
+from headrace_router.workers.table import NO_TIMES, Flags, Load, LoadTable, Worker
 from tests.sim_layout import LAYOUT
 
 FIXED_S, ANSWER_S, CONTEXT_S = 0.010, 0.004, 1e-6
@@ -54,7 +56,7 @@ def step_s(answers: Answers, row: int) -> float:
 
 def moved(answers: Answers, plan: tuple[int, int]) -> Answers:
     return [
-        replace(one, row=plan[1]) if index == plan[0] else one for index, one in enumerate(answers)
+        one._replace(row=plan[1]) if index == plan[0] else one for index, one in enumerate(answers)
     ]
 
 
@@ -106,9 +108,26 @@ def test_a_late_answer_moves_only_where_it_will_be_in_time() -> None:
     assert late_answer(table_of(two, 2), two, math.inf) is None
 
 
+def test_a_plan_looks_for_room_for_few_of_many_late_workers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    late = [RunningAnswer(row, 10_000 * (row % 2) + 100, 0.011) for row in range(100)]
+    table, looks, roomy = table_of(late, 100), list[float](), LoadTable.roomy
+
+    def look(table: LoadTable, answers: float, tokens: float, *bounds: Any) -> Flags:
+        looks.append(tokens)
+        return roomy(table, answers, tokens, *bounds)
+
+    monkeypatch.setattr(LoadTable, "roomy", look)
+    assert late_answer(table, late, math.inf) is None
+    # Those with the longest contexts are the latest.
+    assert set(looks) == {10_100}
+    assert len(looks) <= 16
+
+
 @given(ANY, st.sampled_from((0.5, 1.0)))
 def test_gathering_ends_and_makes_nothing_late(answers: Answers, fill: float) -> None:
-    answers = [replace(one, movable=True) for one in answers]
+    answers = [one._replace(movable=True) for one in answers]
     for _ in range(len(answers) + 1):
         plan = gathered_answer(table_of(answers, WORKERS), answers, math.inf, fill)
         if plan is None:
