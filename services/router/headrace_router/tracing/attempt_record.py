@@ -362,7 +362,7 @@ class RoutedAttempt(AttemptRecord):
         if decode is None:
             return
         times = (decode.received, self.end)
-        attributes = self._ids(request)
+        attributes = _ids(self, request)
         own = maker.of_steps(schema.SPAN_DECODE, parent, times, attributes)
         yield own
         awaits_kv = decode.kv_arrived is not None
@@ -385,18 +385,12 @@ class RoutedAttempt(AttemptRecord):
             decision.computes_from or (tokens if part is None else tokens - part.tokens),
         )
         for task in (own,) if part is None else (part, own):
-            yield from task_spans(task, maker, parent, self._ids(request))
-
-    def _ids(self, request: RequestRecord) -> Attributes:
-        return {
-            schema.ATTRIBUTE_REQUEST_ID: request.request_id,
-            schema.ATTRIBUTE_TRANSFER_ID: self.transfer_id,
-        }
+            yield from task_spans(task, maker, parent, _ids(self, request))
 
     def _attributes(self, request: RequestRecord, decision: Decision) -> Attributes:
         address, _, port = decision.worker.endpoint.rpartition(":")
         attributes: Attributes = {
-            **self._ids(request),
+            **_ids(self, request),
             schema.ATTRIBUTE_ATTEMPT: self.number,
             schema.ATTRIBUTE_DECODE_WORKER_ID: decision.worker.ref.worker_id,
             schema.ATTRIBUTE_PLACEMENT: _placement_of(decision),
@@ -411,6 +405,13 @@ class RoutedAttempt(AttemptRecord):
         if self.reason:
             attributes[schema.ATTRIBUTE_ERROR_REASON] = self.reason
         return attributes
+
+
+def _ids(attempt: RoutedAttempt, request: RequestRecord) -> Attributes:
+    return {
+        schema.ATTRIBUTE_REQUEST_ID: request.request_id,
+        schema.ATTRIBUTE_TRANSFER_ID: attempt.transfer_id,
+    }
 
 
 def regret_of(request: RequestRecord) -> Regret | None:
