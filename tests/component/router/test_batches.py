@@ -181,8 +181,8 @@ async def test_the_whole_flow_with_openais_client_on_every_router(
     routers: Routers, router: int
 ) -> None:
     async with routers.client() as client, routers.client(router) as other:
-        file = await upload(client, *map(line, range(20)))
-        assert (file.purpose, file.filename, file.status) == ("batch", "in.jsonl", "processed")
+        file = await upload(client, *map(line, range(20)), name="ä 漢.jsonl")
+        assert (file.purpose, file.filename, file.status) == ("batch", "ä 漢.jsonl", "processed")
         assert await other.files.retrieve(file.id) == file
         made = await other.batches.create(
             input_file_id=file.id, endpoint=CHAT, completion_window="24h", metadata={"a": "b"}

@@ -64,7 +64,7 @@ def read_upload(path: Path, boundary: bytes) -> Upload:
             end = _find(read, boundary, body)
             if not is_whole or end < 0:
                 raise InvalidRequest({"body": "is no whole multipart/form-data; send it again"})
-            message = email.message_from_bytes(head.lstrip(b"\r\n"))
+            message = email.message_from_string(head.strip().decode(errors="replace"))
             name = str(message.get_param("name", "", "content-disposition"))
             if name == "file":
                 file = body, end - body, message.get_filename("")
