@@ -153,13 +153,17 @@ def _leader_cycle(decode_tp: int, head_count: int, width: int) -> int:
 def _edges_of_turn(
     prefill: KvLayout, decode: KvLayout, first_turn: int
 ) -> tuple[tuple[Edge, ...], ...]:
-    # Layers with equal edges share them.
-    shared: dict[tuple[Edge, ...], tuple[Edge, ...]] = {}
-    every = (
-        tuple(_edges_of_layer(prefill, decode, layer, first_turn + layer))
-        for layer in range(decode.layer_count)
-    )
-    return tuple(shared.setdefault(found, found) for found in every)
+    turns = _turns(prefill, decode)
+    # A layer costs ranks times ranks, so equal layers share their edges.
+    shared: dict[tuple[int, int, int, int], tuple[Edge, ...]] = {}
+    every = []
+    for layer, turn in enumerate(range(first_turn, first_turn + decode.layer_count)):
+        head_count = decode.group_of(layer).head_count
+        shape = head_count, prefill.stage_of(layer), decode.stage_of(layer), turn % turns
+        if shape not in shared:
+            shared[shape] = tuple(_edges_of_layer(prefill, decode, layer, turn))
+        every.append(shared[shape])
+    return tuple(every)
 
 
 def _edges_of_layer(prefill: KvLayout, decode: KvLayout, layer: int, turn: int) -> Iterator[Edge]:
