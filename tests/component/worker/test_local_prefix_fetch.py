@@ -6,10 +6,13 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
+from unittest import mock
 
+import grpc.aio
 import pytest
 
 from headrace.inference.v1 import inference_pb2
+from headrace.kv.v1 import prefix_pb2_grpc
 from headrace_common.errors import DeadlineExceeded
 from headrace_common.telemetry import schema
 from headrace_decode import prefix_service
@@ -120,7 +123,14 @@ def _is_late(monkeypatch: pytest.MonkeyPatch) -> str:
     return DeadlineExceeded.reason
 
 
-@pytest.mark.parametrize("fault", [_refuses, _has_evicted, _is_late])
+def _has_a_closed_channel(monkeypatch: pytest.MonkeyPatch) -> str:
+    closed = mock.Mock(side_effect=grpc.aio.UsageError("the channel is closed"))
+    stub = mock.Mock(return_value=mock.Mock(SendPrefix=closed))
+    monkeypatch.setattr(prefix_pb2_grpc, "PrefixServiceStub", stub)
+    return prefix_fetch.REFUSED
+
+
+@pytest.mark.parametrize("fault", [_refuses, _has_evicted, _is_late, _has_a_closed_channel])
 async def test_a_source_that_does_not_send_costs_time_only(
     monkeypatch: pytest.MonkeyPatch, fault: Callable[[pytest.MonkeyPatch], str]
 ) -> None:

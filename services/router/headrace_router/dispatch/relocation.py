@@ -34,9 +34,7 @@ class RunningAnswer(NamedTuple):
 
 def may_be_late(table: LoadTable, tpot_s: float) -> bool:
     """Whether steps of a worker may take longer than `tpot_s`. Cheap beside the plans."""
-    fixed, _, _, _, answer, context, _ = table.times.steps
-    step_s = fixed + answer * table.requests + context * table.held_tokens
-    return bool((step_s > tpot_s).any())
+    return bool((table.times.step_s(table.requests, table.held_tokens) > tpot_s).any())
 
 
 def late_answer(
@@ -50,10 +48,9 @@ def late_answer(
     bounds_s, own = _bounds_s(table, answers, tpot_s), np.zeros(len(table.workers))
     for one in answers:
         own[one.row] += one.tokens
-    fixed, _, _, _, answer, context, _ = table.times.steps
     # What is held has the growth too. Of other routers' answers nothing else is known.
     tokens = np.where(table.external_requests > 0, table.held_tokens, own)
-    step_s = fixed + answer * table.requests + context * tokens
+    step_s = table.times.step_s(table.requests, tokens)
     gives = table.reachable & ~table.draining & table.times.answers_known
     shortest: dict[int, int] = {}
     for index, one in enumerate(answers):

@@ -1,4 +1,4 @@
-"""What a router knows of a prefill task that has ended, and its spans."""
+"""The record of a prefill task that has ended, and its spans."""
 
 from __future__ import annotations
 

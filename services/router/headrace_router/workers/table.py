@@ -220,6 +220,11 @@ class TimeColumns:
         """Seconds since a worker learned something."""
         return time.monotonic() - self._learned_s
 
+    def step_s(self, answers: Numbers | float, context_tokens: Numbers) -> Numbers:
+        """The time of each worker's step with so many answers, which have so many tokens of context in all."""
+        found: Numbers = self.steps[0] + self.steps[4] * answers + self.steps[5] * context_tokens
+        return found
+
     def column(self, row: int) -> Numbers:
         """All times of a worker, in the order of `time_values`."""
         return self._rows[:, row]
@@ -398,12 +403,12 @@ class LoadTable:
         Each of its slots, of its KV memory and of the bound on its steps is then used up to `fill` at most. An infinite
         bound counts as without one.
         """
-        fixed, _, _, _, answer, context, _ = self.times.steps
+        fixed, _, _, _, answer, *_ = self.times.steps
         requests, held_tokens = self.requests + answers, self.held_tokens + tokens
         bound_s = np.where(np.isfinite(tpot_s), tpot_s, DEFAULT_TPOT_STEPS * (fixed + answer))
         room: Flags = (
             (self.reachable & ~self.draining & ~self.prefill_only)
-            & (fixed + answer * requests + context * held_tokens <= fill * bound_s)
+            & (self.times.step_s(requests, held_tokens) <= fill * bound_s)
             & (requests <= fill * self.max_num_seqs)
             & (held_tokens <= fill * self.total_tokens)
         )
