@@ -29,7 +29,6 @@ from headrace_cli.output import notice_console, option
 from headrace_cli.state import nothing_serves, read_state
 from headrace_common.access.credentials import Credentials
 from headrace_common.access.roles import Role
-from headrace_common.config import split_host_port
 from headrace_common.deadlines import Deadline
 from headrace_common.durations import timestamp_from_unix_ns
 from headrace_common.errors import (
@@ -40,6 +39,7 @@ from headrace_common.errors import (
     NotFound,
     WorkerGone,
 )
+from headrace_common.ports import split_host_port
 from headrace_common.registry.duties import all_members
 from headrace_common.rpc.channel import open_channel
 from headrace_planner.observation import WorkerCounts

@@ -15,8 +15,8 @@ from typer.core import TyperCommand
 
 from headrace_cli.output import failures_as_exit, option
 from headrace_common import ports
-from headrace_common.config import split_host_port
 from headrace_common.errors import ConfigError
+from headrace_common.ports import split_host_port
 
 FILE_VARIABLE: Final = "HEADRACE_CONFIG"
 _ADDRESSES: Final = ("router", "registry", "internal")

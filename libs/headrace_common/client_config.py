@@ -17,9 +17,9 @@ from headrace_common.config import (
     ServiceConfig,
     checked,
     reachable_addresses,
-    split_host_port,
     wildcard_problems,
 )
+from headrace_common.ports import split_host_port
 
 _LOG = logging.getLogger(__name__)
 

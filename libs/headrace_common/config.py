@@ -25,26 +25,11 @@ from pydantic_core import ErrorDetails
 
 from headrace_common import ports
 from headrace_common.identity import is_worker_id
-from headrace_common.ports import is_loopback
+from headrace_common.ports import is_loopback, split_host_port
 
 WILDCARD_HOSTS = ("0.0.0.0", "[::]", "::")
-_HOST_PORT = re.compile(r"(?P<host>\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._-]+):(?P<port>[0-9]{1,5})")
-_PORT_MAX = 65_535
 URL_USER = re.compile(r"(?<=://)[^/@]+@")
 """The user in a URL, with its password."""
-
-
-def split_host_port(text: str) -> tuple[str, int]:
-    """Splits "host:port". Raises ValueError with the expected form."""
-    if "://" in text:
-        raise ValueError("write it as host:port, such as 127.0.0.1:7000, and not as a URL")
-    match = _HOST_PORT.fullmatch(text)
-    if match is None:
-        raise ValueError("write it as host:port, such as 127.0.0.1:7000, with a port of 0 to 65535")
-    port = int(match["port"])
-    if port > _PORT_MAX:
-        raise ValueError(f"there is no port {port}: write host:port with one of 0 to {_PORT_MAX}")
-    return match["host"], port
 
 
 def split_list(value: Any) -> Any:

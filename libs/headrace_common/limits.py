@@ -153,10 +153,8 @@ def write_quiet_s(
 def limit_violations(layout: layout_pb2.KvLayout) -> dict[str, str]:
     """The remedy for each field beyond its limit, by field path."""
     violations: dict[str, str] = {}
-    if layout.tensor_parallel_size * max(1, len(layout.stage_starts)) > RANKS_MAX:
-        violations["tensor_parallel_size"] = (
-            f"times the number of stages it may be {RANKS_MAX} at most"
-        )
+    if not 0 < layout.tensor_parallel_size * max(1, len(layout.stage_starts)) <= RANKS_MAX:
+        violations["tensor_parallel_size"] = f"times the number of stages, give 1 to {RANKS_MAX}"
     if sum(len(group.layers) for group in layout.groups) > LAYERS_MAX:
         violations["groups"] = f"give {LAYERS_MAX} layers at most"
     for index, group in enumerate(layout.groups[:LAYERS_MAX]):

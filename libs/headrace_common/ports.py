@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import itertools
 import os
+import re
 import socket
 from typing import Final
 
@@ -32,6 +33,23 @@ PLANNER: Final = 7058
 """`internal_listen` of planners."""
 HEALTH: Final = 7059
 """`health_listen` of the services in our container images."""
+_HOST_PORT: Final = re.compile(
+    r"(?P<host>\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._-]+):(?P<port>[0-9]{1,5})"
+)
+_PORT_MAX: Final = 65_535
+
+
+def split_host_port(text: str) -> tuple[str, int]:
+    """Splits "host:port". Raises ValueError with the expected form."""
+    if "://" in text:
+        raise ValueError("write it as host:port, such as 127.0.0.1:7000, and not as a URL")
+    match = _HOST_PORT.fullmatch(text)
+    if match is None:
+        raise ValueError("write it as host:port, such as 127.0.0.1:7000, with a port of 0 to 65535")
+    port = int(match["port"])
+    if port > _PORT_MAX:
+        raise ValueError(f"there is no port {port}: write host:port with one of 0 to {_PORT_MAX}")
+    return match["host"], port
 
 
 def is_loopback(address: str) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 from headrace_common.access.credentials import TlsFiles
 from headrace_common.access.roles import TOKEN_KEY, Role
 from headrace_common.access.tokens import create_token, load_local_key
-from headrace_common.config import split_host_port
+from headrace_common.ports import split_host_port
 from headrace_router.picker.service import DESTINATION
 from tests.ports import free_port
 from tests.waiting import until

@@ -39,7 +39,7 @@ from headrace_cli.output import Json, answer_console, command, message_object, o
 from headrace_common import ports
 from headrace_common.access.credentials import Credentials
 from headrace_common.access.roles import Role
-from headrace_common.config import WILDCARD_HOSTS, split_host_port
+from headrace_common.config import WILDCARD_HOSTS
 from headrace_common.deadlines import Deadline
 from headrace_common.durations import duration_from_seconds, seconds_from_duration
 from headrace_common.errors import (
@@ -50,6 +50,7 @@ from headrace_common.errors import (
     WorkerGone,
 )
 from headrace_common.limits import DRAIN_GRACE_MAX_S
+from headrace_common.ports import split_host_port
 from headrace_common.registry.duties import WORKERS
 from headrace_common.rpc.server import DRAIN_OVERRUN_MAX_S
 

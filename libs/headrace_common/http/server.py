@@ -14,12 +14,12 @@ from typing import Any, Final, TypeAlias
 
 from headrace_common.access.credentials import TlsFiles
 from headrace_common.access.tls import server_context
-from headrace_common.config import split_host_port
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import ConfigError
 from headrace_common.http.bounds import HttpBounds
 from headrace_common.http.connection import Connection, refusal_of
 from headrace_common.http.exchange import HttpExchange
+from headrace_common.ports import split_host_port
 
 _LOG = logging.getLogger(__name__)
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from headrace_common import ports
+from headrace_common.ports import split_host_port
 from headrace_common.process.start import exit_without_extras
 
 _PROG: Final = "headrace-probe"
@@ -17,7 +18,12 @@ _TIMEOUT_S: Final = 3.0
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exits with 0 when the service reports SERVING, with 1 when it does not, and with 2 for a wrong argument."""
-    given = _parser().parse_args(argv)
+    parser = _parser()
+    given = parser.parse_args(argv)
+    try:
+        split_host_port(given.address)
+    except ValueError as error:
+        parser.error(f"address {given.address!r}: {error}")
     # Otherwise gRPC writes a line for each connection that is refused.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     try:

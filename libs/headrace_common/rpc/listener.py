@@ -17,9 +17,8 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 from headrace_common.access.credentials import TlsFiles
 from headrace_common.access.table import Listener, is_served
 from headrace_common.access.tls import TlsIdentity, tls_identity
-from headrace_common.config import split_host_port
 from headrace_common.http.bounds import CONNECTION_IDLE_S
-from headrace_common.ports import cannot_listen, check_free
+from headrace_common.ports import cannot_listen, check_free, split_host_port
 from headrace_common.reloading import ReloadedFiles
 from headrace_common.rpc.channel import MESSAGE_BYTES_MAX, keepalive_options
 from headrace_common.rpc.handlers import Context, Continuation, Handler

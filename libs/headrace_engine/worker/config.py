@@ -21,7 +21,6 @@ from headrace_common.config import (
     WorkerId,
     checked,
     checked_by,
-    split_host_port,
 )
 from headrace_common.identity import is_worker_id
 from headrace_common.limits import (
@@ -31,6 +30,7 @@ from headrace_common.limits import (
     WRITE_QUARANTINE_S,
     write_quiet_s,
 )
+from headrace_common.ports import split_host_port
 from headrace_common.registry.adapters import Adapter, adapter_to_proto
 from headrace_common.registry.place import place_of
 from headrace_common.version import version

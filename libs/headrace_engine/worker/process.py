@@ -10,11 +10,11 @@ import time
 from pathlib import Path
 from typing import Final
 
-from headrace_common.config import split_host_port
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import InternalError, RegistryUnavailable
 from headrace_common.identity import new_incarnation
 from headrace_common.logs import setup_logging
+from headrace_common.ports import split_host_port
 from headrace_common.process.events import EVENTS
 from headrace_common.process.kill_timer import KillTimer
 from headrace_common.process.run import interruptible

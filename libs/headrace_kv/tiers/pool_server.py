@@ -20,9 +20,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Final
 
-from headrace_common.config import split_host_port
 from headrace_common.errors import ConfigError, HeadraceError, TransferFailed
-from headrace_common.ports import free_port
+from headrace_common.ports import free_port, split_host_port
 from headrace_common.rpc.server import write_port_file
 from headrace_kv.tiers.pool_process import MooncakeStore, SharedArena
 from headrace_kv.transport.guard import parse_networks

@@ -10,9 +10,9 @@ from headrace_common.access.roles import Role
 from headrace_common.config import (
     checked,
     require_order,
-    split_host_port,
     wildcard_problems,
 )
+from headrace_common.ports import split_host_port
 from headrace_engine.worker.config import WorkerConfig, served_name
 from headrace_frontend.config import FrontendConfig
 from headrace_kv.checksum import DigestMode

@@ -18,9 +18,9 @@ from headrace_common.config import (
     checked,
     checked_by,
     require_order,
-    split_host_port,
 )
 from headrace_common.errors import ConfigError
+from headrace_common.ports import split_host_port
 
 MEMORY_STORE = "memory"
 _ETCD_SCHEME = "etcd://"

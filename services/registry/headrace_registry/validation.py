@@ -10,7 +10,6 @@ from google.protobuf.message import Message
 from headrace.inference.v1 import first_token_pb2, priority_pb2
 from headrace.kv.v1 import layout_pb2
 from headrace.registry.v1 import registry_pb2
-from headrace_common.config import split_host_port
 from headrace_common.durations import seconds_from_duration
 from headrace_common.errors import InvalidRequest
 from headrace_common.identity import is_incarnation, is_worker_id
@@ -30,6 +29,7 @@ from headrace_common.limits import (
     VERSION_CHARACTERS_MAX,
     limit_violations,
 )
+from headrace_common.ports import split_host_port
 from headrace_common.registry.adapters import announced_violations, runtime_violations
 from headrace_common.registry.duties import WORKERS
 from headrace_common.registry.place import place_violations
@@ -97,8 +97,6 @@ def layout_violations(layout: layout_pb2.KvLayout, path: str) -> dict[str, str]:
     limits = limit_violations(layout)
     if limits:
         return {f"{path}.{name}": remedy for name, remedy in limits.items()}
-    if layout.tensor_parallel_size == 0:
-        violations[f"{path}.tensor_parallel_size"] = "give a number above 0"
     layers = sorted(layer for group in layout.groups for layer in group.layers)
     if not layers or layers != list(range(len(layers))):
         violations[f"{path}.groups"] = "give groups that hold every layer from 0 on once"

@@ -15,12 +15,12 @@ from typing import NoReturn
 from headrace.registry.v1 import registry_pb2
 from headrace_common.access.credentials import TlsFiles
 from headrace_common.access.roles import REGISTRY_AUDIENCE
-from headrace_common.config import split_host_port
 from headrace_common.deadlines import Deadline
 from headrace_common.http.bounds import HttpBounds
 from headrace_common.http.server import HttpApp, HttpServer
 from headrace_common.identity import new_incarnation
 from headrace_common.logs import setup_logging
+from headrace_common.ports import split_host_port
 from headrace_common.process.events import EVENTS, ROUTER_BYTES_MAX
 from headrace_common.process.run import run_service
 from headrace_common.process.settings import load_config, redacted

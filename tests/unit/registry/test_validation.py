@@ -60,11 +60,12 @@ def test_a_workers_layout_is_checked() -> None:
         block_tokens=3,
         parts=[layout_pb2.Part(name="ssm", block_format="token_outer")],
     )
-    layout = layout_pb2.KvLayout(model="m", groups=[group, layout_pb2.CacheGroup()])
+    layout = layout_pb2.KvLayout(
+        model="m", tensor_parallel_size=1, groups=[group, layout_pb2.CacheGroup()]
+    )
     member.layout.CopyFrom(layout)
     first, second = "member.layout.groups[0]", "member.layout.groups[1]"
     assert set(validation.member_violations(member, "member")) == {
-        "member.layout.tensor_parallel_size",
         "member.layout.stage_starts",
         "member.layout.groups",
         f"{first}.head_count",

@@ -19,11 +19,11 @@ from headrace_common.config import (
     PositiveSeconds,
     ServiceConfig,
     checked,
-    split_host_port,
     wildcard_problems,
 )
 from headrace_common.errors import ConfigError
 from headrace_common.limits import WRITE_LEASE_S, WRITE_QUARANTINE_S
+from headrace_common.ports import split_host_port
 from headrace_engine.vllm.compat import (
     engine_id,
     extra_config,

@@ -10,11 +10,12 @@ from collections.abc import Mapping, Sequence
 
 from headrace.inference.v1 import inference_pb2, keep_pb2
 from headrace.worker.v1 import worker_pb2
-from headrace_common.config import WILDCARD_HOSTS, split_host_port
+from headrace_common.config import WILDCARD_HOSTS
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import StaleIncarnation
 from headrace_common.http.bounds import HttpBounds
 from headrace_common.http.server import HttpServer
+from headrace_common.ports import split_host_port
 from headrace_common.registry.adapters import adapters_from_proto
 from headrace_common.registry.duties import COMPUTE_PROMPTS
 from headrace_common.rpc.channel import open_channel

@@ -96,3 +96,5 @@ async def test_the_probe_exits_as_the_service_is(capfd: pytest.CaptureFixture[st
         assert await asyncio.to_thread(probe.main, [*asked, "--service", "live"]) == 0
     assert await asyncio.to_thread(probe.main, asked) == 1
     assert f"headrace-probe: {endpoint} reports UNAVAILABLE" in capfd.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        probe.main(["http://127.0.0.1:7059"])

@@ -31,6 +31,10 @@ def many_ranks(layout: layout_pb2.KvLayout) -> None:
     layout.tensor_parallel_size = MOST
 
 
+def no_ranks(layout: layout_pb2.KvLayout) -> None:
+    layout.tensor_parallel_size = 0
+
+
 def many_stages(layout: layout_pb2.KvLayout) -> None:
     layout.tensor_parallel_size = 1_000
     layout.stage_starts[:] = range(1_000)
@@ -52,6 +56,7 @@ def no_window_blocks(layout: layout_pb2.KvLayout) -> None:
     "spoil",
     [
         many_ranks,
+        no_ranks,
         many_stages,
         many_heads,
         many_layers,
