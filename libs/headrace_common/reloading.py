@@ -20,6 +20,18 @@ T = TypeVar("T")
 _Stamp = tuple[tuple[int, int, int] | None, ...]
 
 
+def read_text(setting: str, path: str) -> str:
+    """The text of the file that a setting names. Raises ConfigError."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        cause = getattr(error, "strerror", None) or type(error).__name__
+        raise ConfigError(
+            f"{setting} {path} cannot be read ({cause}): name a readable text file",
+            metadata={setting: path},
+        ) from error
+
+
 class ReloadedFiles(Generic[T]):
     """A value that `read` makes from files, made again when one of them changes. Threads may share it.
 

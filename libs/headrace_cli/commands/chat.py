@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -51,15 +51,6 @@ class ChatOptions:
     timeout_s: float = 300.0
 
 
-@dataclass(frozen=True, slots=True)
-class CompleteAnswer:
-    """A complete answer. `last` is the last response, which has the counts and times."""
-
-    text: str
-    trace_id: str
-    last: inference_pb2.GenerateResponse
-
-
 @command(
     "chat",
     "headrace chat   |   headrace chat 'Why is the sky blue?' --max-tokens 80   |   echo Hello | headrace chat",
@@ -97,7 +88,7 @@ async def _answer_once(router: str, question: str, options: ChatOptions, *, as_j
     async with open_router(router) as client:
         answer = await chat_once(client, question, options, show=not as_json)
         if as_json:
-            print_json(chat_object(answer))
+            print_json(message_object(answer))
             return
         if sys.stderr.isatty():
             notice_console().print(summary(answer), style="dim")
@@ -109,8 +100,8 @@ async def ask(
     options: ChatOptions,
     *,
     show: bool = True,
-) -> CompleteAnswer:
-    """Sends a conversation. With `show`, writes the answer to stdout as it arrives.
+) -> inference_pb2.GenerateResponse:
+    """The last response to a conversation, with the whole text. With `show`, writes it to stdout as it arrives.
 
     Raises InternalError when the answer ends without a finish reason.
     """
@@ -136,12 +127,13 @@ async def ask(
         sys.stdout.flush()
     if not last.finish_reason:
         raise InternalError("the answer ended without a finish reason")
-    return CompleteAnswer("".join(text), trace_id, last)
+    last.text, last.trace_id = "".join(text), trace_id
+    return last
 
 
 async def chat_once(
     router: RouterClient, prompt: str, options: ChatOptions, *, show: bool = True
-) -> CompleteAnswer:
+) -> inference_pb2.GenerateResponse:
     """Runs one prompt."""
     return await ask(router, [*_opening(options), ("user", prompt)], options, show=show)
 
@@ -170,14 +162,14 @@ def converse(endpoint: str, options: ChatOptions) -> None:
 
 async def _ask_once(
     endpoint: str, messages: list[tuple[str, str]], options: ChatOptions
-) -> CompleteAnswer:
+) -> inference_pb2.GenerateResponse:
     async with open_router(endpoint) as router:
         return await ask(router, messages, options)
 
 
-def summary(answer: CompleteAnswer) -> str:
+def summary(answer: inference_pb2.GenerateResponse) -> str:
     """The counts and times of an answer in one line."""
-    usage, timing = answer.last.usage, answer.last.timing
+    usage, timing = answer.usage, answer.timing
     first_ms = 1e3 * seconds_from_duration(timing.time_to_first_token)
     total_s = seconds_from_duration(timing.total)
     path = timing.decode_worker_id
@@ -187,12 +179,6 @@ def summary(answer: CompleteAnswer) -> str:
         f"{usage.prompt_tokens} + {usage.completion_tokens} tokens, first after {first_ms:.0f} ms, "
         f"all after {total_s:.1f} s, {path}; {usage.transferred_tokens} tokens' KV transferred"
     )
-
-
-def chat_object(answer: CompleteAnswer) -> dict[str, Any]:
-    """The last message of an answer for programs, with the whole text."""
-    last = message_object(answer.last)
-    return last | {"text": answer.text, "trace_id": answer.trace_id}
 
 
 def _opening(options: ChatOptions) -> list[tuple[str, str]]:

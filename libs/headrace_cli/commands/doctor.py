@@ -22,7 +22,10 @@ from headrace_cli.checks import (
     check_members,
     check_software,
     check_versions,
+    failed,
     find_members,
+    passed,
+    warned,
 )
 from headrace_cli.client import registry_of
 from headrace_cli.options import DEFAULT_ROUTER, AddressedCommand, Registry, Router
@@ -46,8 +49,7 @@ def check_rdma() -> list[Finding]:
     adapters = sorted(path for path in _entries(_CLASS) if (path / "ports").is_dir())
     if not adapters:
         return [
-            Finding(
-                Verdict.WARNING,
+            warned(
                 "RDMA",
                 "this host has no RDMA adapter, so KV moves over TCP",
                 "install the adapter's driver and rdma-core, or leave it so. `modprobe rdma_rxe` and "
@@ -71,20 +73,19 @@ def _check_port(port: Path) -> Finding:
         remedy = (
             f"connect the port and set its interface up, or leave {adapter} out of rdma_devices"
         )
-        return Finding(Verdict.WARNING, subject, f"the port is {state}", remedy)
+        return warned(subject, f"the port is {state}", remedy)
     if link != _ETHERNET:
-        return Finding(Verdict.OK, subject, f"active, {link}, {rate}")
+        return passed(subject, f"active, {link}, {rate}")
     routable = [(index, address) for index, address in _roce_2_gids(port) if address is not None]
     if not routable:
-        return Finding(
-            Verdict.WARNING,
+        return warned(
             subject,
             f"active, {link}, {rate}, without a GID of RoCE v2 for an IPv4 address: other hosts cannot route to it",
             "give the port's interface an IPv4 address",
         )
     index, address = routable[0]
     detail = f"active, {link}, {rate}; GID {index} is RoCE v2 for {address}"
-    return Finding(Verdict.OK, subject, detail)
+    return passed(subject, detail)
 
 
 def _roce_2_gids(port: Path) -> Iterator[tuple[int, ipaddress.IPv4Address | None]]:
@@ -106,16 +107,15 @@ def _check_device_files() -> Finding:
     files = [path for path in _entries(_DEVICES) if path.name.startswith("uverbs")]
     if not files:
         remedy = "load the module ib_uverbs; in a container, pass /dev/infiniband"
-        return Finding(Verdict.ERROR, subject, f"{_DEVICES} has no uverbs file", remedy)
+        return failed(subject, f"{_DEVICES} has no uverbs file", remedy)
     closed = sorted(path.name for path in files if not os.access(path, os.R_OK | os.W_OK))
     if closed:
-        return Finding(
-            Verdict.ERROR,
+        return failed(
             subject,
             f"this user cannot open {', '.join(closed)}",
             "add the user to the group of these files, or give the files mode 0666 by a udev rule",
         )
-    return Finding(Verdict.OK, subject, f"this user can open {len(files)} of them")
+    return passed(subject, f"this user can open {len(files)} of them")
 
 
 def _check_locked_memory(*, needed: bool) -> Finding:
@@ -123,11 +123,10 @@ def _check_locked_memory(*, needed: bool) -> Finding:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     limit = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft // 1024:,} KiB"
     if not needed:
-        return Finding(Verdict.OK, subject, f"the limit is {limit}; only RDMA needs it")
+        return passed(subject, f"the limit is {limit}; only RDMA needs it")
     if soft == resource.RLIM_INFINITY:
-        return Finding(Verdict.OK, subject, f"the limit is {limit}")
-    return Finding(
-        Verdict.WARNING,
+        return passed(subject, f"the limit is {limit}")
+    return warned(
         subject,
         f"the limit of this shell is {limit}, and RDMA locks all KV memory",
         "set LimitMEMLOCK=infinity in the unit, `ulimit -l unlimited` in the shell, or ulimits in compose",
@@ -139,7 +138,7 @@ def _check_huge_pages() -> Finding:
     setting = _text(_HUGE_PAGES)
     chosen = setting.partition("[")[2].partition("]")[0]
     if chosen == "always":
-        return Finding(Verdict.OK, subject, "the kernel uses them for large memory")
+        return passed(subject, "the kernel uses them for large memory")
     return Finding(
         Verdict.WARNING if chosen else Verdict.OK,
         subject,
@@ -156,10 +155,9 @@ def _check_peer_memory() -> Iterator[Finding]:
         return
     subject = "GPUDirect RDMA"
     if _PEER_MEMORY.is_dir():
-        yield Finding(Verdict.OK, subject, "the module nvidia_peermem is loaded")
+        yield passed(subject, "the module nvidia_peermem is loaded")
         return
-    yield Finding(
-        Verdict.WARNING,
+    yield warned(
         subject,
         "the module nvidia_peermem is not loaded: adapters reach GPUs by DMA buffers, or KV crosses host memory",
         "`modprobe nvidia_peermem`; the worker's log states what it uses",
@@ -215,7 +213,7 @@ async def examine(registry: str, router: str) -> list[Finding]:
         remedy = "start a deployment, or name its registry"
         return [
             *findings,
-            Finding(Verdict.ERROR, "registry", error.detail, remedy),
+            failed("registry", error.detail, remedy),
             *_about_this_host(),
         ]
     members, about_registry = await find_members(found)

@@ -1,4 +1,4 @@
-"""`headrace up`, `logs`, `down` and `demo`: a whole deployment on this machine."""
+"""`headrace up`, `add`, `down` and `demo`: a whole deployment on this machine."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ from headrace_cli.state import (
     router_port,
 )
 from headrace_cli.up.deployment import Deployment, Signals, deployed
-from headrace_cli.up.keeping import RestartPolicy, run_up
+from headrace_cli.up.keeping import run_up
 from headrace_cli.up.topology import (
     SIM,
     VLLM_FLAGS,
@@ -152,7 +152,7 @@ async def up(  # noqa: PLR0913, PLR0917 - every option is one of the user's
         planner=planner,
         devices=parse_devices(devices) if devices else (),
     )
-    await run_up(topology, logs, notice_console(), RestartPolicy())
+    await run_up(topology, logs, notice_console())
 
 
 def topology_of(

@@ -344,12 +344,7 @@ class AddRequests:
 _ENGINE_STOP_S: Final = 10.0
 
 
-async def run_up(
-    topology: Topology,
-    folder: Path | None,
-    console: Console,
-    policy: RestartPolicy,
-) -> None:
+async def run_up(topology: Topology, folder: Path | None, console: Console) -> None:
     """Serves until SIGINT or SIGTERM. Raises as Supervisor.check does when a process has ended for good."""
     with Signals() as signals:
         async with deployed(topology, folder, console, signals) as deployment:
@@ -357,12 +352,15 @@ async def run_up(
             for fault in pair_faults_of(await list_members(deployment.registry)):
                 console.print(str(fault), style="yellow", markup=False)
             with suppress(Cancelled):
-                await signals.unless_stopped(keep(topology, deployment, console, policy))
+                await signals.unless_stopped(keep(topology, deployment, console))
             console.print("stopping")
 
 
 async def keep(
-    topology: Topology, deployment: Deployment, console: Console, policy: RestartPolicy
+    topology: Topology,
+    deployment: Deployment,
+    console: Console,
+    policy: RestartPolicy = RestartPolicy(),
 ) -> None:
     """Runs until a process ends for good. Then raises as Supervisor.check does."""
     # A planner replaces what is given up.

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
+from headrace_cli.state import cannot_write
 from headrace_cli.up.topology import WORKER_SERVICES, ProcessSpec
 from headrace_common.errors import ConfigError, DeadlineExceeded, HeadraceError, WorkerGone
 from headrace_common.tasks import wait_briefly
@@ -59,9 +60,7 @@ async def spawn_program(spec: ProcessSpec) -> ChildProcess:
     try:
         log = spec.log_file.open("ab" if spec.keeps_log else "wb")
     except OSError as error:
-        raise ConfigError(
-            f"cannot write {spec.log_file}: {error.strerror}; free it, or name another folder with --logs"
-        ) from error
+        raise cannot_write(spec.log_file, error) from error
     with log:
         return await asyncio.create_subprocess_exec(
             *spec.arguments,

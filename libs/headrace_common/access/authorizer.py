@@ -11,7 +11,6 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import lru_cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from cryptography import x509
@@ -31,7 +30,7 @@ from headrace_common.access.table import needs_role, roles_of
 from headrace_common.access.tls import TlsIdentity, tls_identity
 from headrace_common.access.tokens import TokenVerifier, load_local_key, public_key_of
 from headrace_common.errors import ConfigError, PermissionDenied, Unauthenticated
-from headrace_common.reloading import ReloadedFiles
+from headrace_common.reloading import ReloadedFiles, read_text
 
 if TYPE_CHECKING:
     from headrace_common.config import ServiceConfig
@@ -285,13 +284,14 @@ class Authorizer:
 
 def _read_keys(path: str) -> TokenVerifier:
     """A verifier with the public keys of a file. Raises ConfigError when it has no valid keys."""
+    pem = read_text("token_keys_file", path).encode()
     try:
-        return TokenVerifier.from_pem(Path(path).read_bytes())
-    except OSError as error:
-        problem = f"cannot be read: {error.strerror}; name a file of public keys"
+        return TokenVerifier.from_pem(pem)
     except ConfigError as error:
-        problem = f"is not valid: {error.detail}"
-    raise ConfigError(f"token_keys_file {path} {problem}", metadata={"token_keys_file": path})
+        raise ConfigError(
+            f"token_keys_file {path} is not valid: {error.detail}",
+            metadata={"token_keys_file": path},
+        ) from error
 
 
 def _value_in(metadata: Iterable[tuple[str, Any]], key: str) -> str:

@@ -9,12 +9,11 @@ import hashlib
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any, Final
 
 from headrace_common.errors import ConfigError
 from headrace_common.identity import is_worker_id
-from headrace_common.reloading import ReloadedFiles
+from headrace_common.reloading import ReloadedFiles, read_text
 
 KEYS_MAX: Final = 10_000
 _KEY_BYTES_MAX: Final = 512
@@ -54,12 +53,7 @@ def _sha256(key: bytes) -> str:
 
 def _read_keys(path: str, setting: str) -> Mapping[str, str]:
     """The tenant of each key's digest."""
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"{setting} {path} cannot be read: {type(error).__name__}; name a readable text file"
-        ) from error
+    text = read_text(setting, path)
     pairs = (
         _toml_pairs(f"{setting} {path}", text)
         if path.endswith(".toml")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from hashlib import blake2b
-from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field, SecretStr, model_validator
@@ -21,6 +20,7 @@ from headrace_common.config import (
 )
 from headrace_common.errors import ConfigError
 from headrace_common.ports import split_host_port
+from headrace_common.reloading import read_text
 
 MEMORY_STORE = "memory"
 _ETCD_SCHEME = "etcd://"
@@ -175,15 +175,11 @@ class RegistryConfig(ServiceConfig):
         path: str = getattr(self, f"{name}_file")
         if not path:
             return given.get_secret_value()
-        try:
-            secret = Path(path).read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            problem = f"cannot be read ({type(error).__name__}): name a readable text file"
-        else:
-            if len(secret) >= _SECRET_CHARACTERS_MIN:
-                return secret
+        secret = read_text(f"{name}_file", path).strip()
+        if len(secret) < _SECRET_CHARACTERS_MIN:
             problem = f"is too short: write at least {_SECRET_CHARACTERS_MIN} characters"
-        raise ConfigError(f"{name}_file {path} {problem}", metadata={f"{name}_file": path})
+            raise ConfigError(f"{name}_file {path} {problem}", metadata={f"{name}_file": path})
+        return secret
 
     @property
     def etcd_endpoints(self) -> tuple[tuple[str, int], ...]:

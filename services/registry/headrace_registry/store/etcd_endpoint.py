@@ -6,7 +6,6 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import astuple, dataclass
-from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import grpc
@@ -14,7 +13,7 @@ import grpc
 from headrace_common.access.credentials import TlsFiles
 from headrace_common.access.tls import check_files
 from headrace_common.errors import ConfigError
-from headrace_common.reloading import ReloadedFiles
+from headrace_common.reloading import ReloadedFiles, read_text
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -68,14 +67,7 @@ class EtcdAccess:
 
     def password(self) -> str:
         """Reads the password's file, so that a changed password needs no restart. Raises ConfigError."""
-        try:
-            password = Path(self.password_file).read_text(encoding="utf-8").rstrip("\r\n")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(
-                f"store_password_file {self.password_file} cannot be read ({type(error).__name__}): "
-                "name a readable text file",
-                metadata={"store_password_file": self.password_file},
-            ) from error
+        password = read_text("store_password_file", self.password_file).rstrip("\r\n")
         if not password:
             raise ConfigError(
                 f"store_password_file {self.password_file} is empty: write the password of store_user into it",
