@@ -7,13 +7,12 @@ import secrets
 import time
 from dataclasses import dataclass, fields
 from functools import lru_cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from headrace_common.access.roles import PROOF_KEY, STATUS_AUDIENCE, TOKEN_KEY, Role
 from headrace_common.errors import ConfigError
 from headrace_common.ports import is_loopback
-from headrace_common.reloading import ReloadedFiles
+from headrace_common.reloading import ReloadedFiles, read_text
 
 if TYPE_CHECKING:
     from headrace_common.access.tokens import HeldToken
@@ -133,18 +132,17 @@ def _token_of(path: str) -> ReloadedFiles[HeldToken]:
 def _read_token(path: str) -> HeldToken:
     from headrace_common.access.tokens import HeldToken
 
-    held = HeldToken("", None)
-    problem = "it is empty"
     try:
-        held = HeldToken.from_text(Path(path).read_text(encoding="ascii"))
-    except (OSError, UnicodeDecodeError, ConfigError) as error:
-        problem = str(error)
-    if not held.token:
-        raise ConfigError(
-            f"token_file {path} cannot be read: {problem}; name a file that `headrace token create` wrote",
-            metadata={"token_file": path},
-        )
-    return held
+        held = HeldToken.from_text(read_text("token_file", path))
+        if held.token and held.token.isascii():
+            return held
+        problem = "it is empty, or not in ASCII"
+    except ConfigError as error:
+        problem = error.detail
+    raise ConfigError(
+        f"token_file {path} has no token: {problem}; name a file that `headrace token create` wrote",
+        metadata={"token_file": path},
+    )
 
 
 @lru_cache(maxsize=8)

@@ -44,11 +44,7 @@ def key_in(metadata: Iterable[tuple[str, Any]]) -> bytes:
 
 def key_digest(key: bytes) -> str:
     """The SHA-256 digest of a key. Empty for one that is longer than any key."""
-    return "" if len(key) > _KEY_BYTES_MAX else _sha256(key)
-
-
-def _sha256(key: bytes) -> str:
-    return hashlib.sha256(key).hexdigest()
+    return "" if len(key) > _KEY_BYTES_MAX else hashlib.sha256(key).hexdigest()
 
 
 def _read_keys(path: str, setting: str) -> Mapping[str, str]:
@@ -71,7 +67,8 @@ def _read_keys(path: str, setting: str) -> Mapping[str, str]:
                 "a-z, 0-9, '.', '_' and '-'"
             )
         hashed = _HASHED.fullmatch(key)
-        if by_digest.setdefault(hashed[1] if hashed else _sha256(key.encode()), tenant) != tenant:
+        digest = hashed[1] if hashed else hashlib.sha256(key.encode()).hexdigest()
+        if by_digest.setdefault(digest, tenant) != tenant:
             raise ConfigError(f"{setting} {path}, {where}: the key belongs to two tenants")
     return by_digest
 

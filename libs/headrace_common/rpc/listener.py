@@ -68,18 +68,30 @@ class HealthListener:
 
     async def start(self) -> None:
         """Answers checks from now on. Raises ConfigError when it cannot listen."""
-        host, port = split_host_port(self._listen)
-        check_free(_HEALTH_SETTING, self._listen, host, port)
-        try:
-            bound = self._server.add_insecure_port(self._listen)
-        except RuntimeError as error:
-            raise cannot_listen(_HEALTH_SETTING, self._listen, str(error)) from error
+        host, port = _listen(self._server, _HEALTH_SETTING, self._listen)
         await self._server.start()
-        self.endpoint = f"{host}:{bound}"
+        self.endpoint = f"{host}:{port}"
 
     async def stop(self) -> None:
         """Ends the listener at once."""
         await self._server.stop(None)
+
+
+def _listen(
+    server: grpc.aio.Server,
+    setting: str,
+    listen: str,
+    credentials: grpc.ServerCredentials | None = None,
+) -> tuple[str, int]:
+    """Listens on the address of a setting, in plaintext without `credentials`. Returns host and port."""
+    host, port = split_host_port(listen)
+    check_free(setting, listen, host, port)
+    try:
+        if credentials is None:
+            return host, server.add_insecure_port(listen)
+        return host, server.add_secure_port(listen, credentials)
+    except RuntimeError as error:
+        raise cannot_listen(setting, listen, str(error)) from error
 
 
 class _CheckServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # grpcio has no stubs for it
@@ -248,17 +260,8 @@ class RpcListener:
 
         Raises ConfigError when it cannot listen on the address or read a TLS file.
         """
-        listen, setting = self._address.listen, self._address.listener.value
-        host, port = split_host_port(listen)
-        check_free(setting, listen, host, port)
-        credentials = self._credentials()
-        try:
-            if credentials is None:
-                self.port = self.server.add_insecure_port(listen)
-            else:
-                self.port = self.server.add_secure_port(listen, credentials)
-        except RuntimeError as error:
-            raise cannot_listen(setting, listen, str(error)) from error
+        setting, credentials = self._address.listener.value, self._credentials()
+        host, self.port = _listen(self.server, setting, self._address.listen, credentials)
         if not self._address.advertise:
             return f"{host}:{self.port}"
         advertised_host, advertised_port = split_host_port(self._address.advertise)

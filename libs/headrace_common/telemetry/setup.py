@@ -74,14 +74,8 @@ class Telemetry:
         service = {"service.instance.id": worker_id}
         resource = self.provider.resource.merge(Resource(service))
         provider = _new_provider(resource, self.provider.sampler, self._processors)
-        return Telemetry(
-            provider=provider,
-            processors=self._processors,
-            collector=self._collector,
-            metrics=self.metrics,
-            sampling=self._sampling,
-            owned=self._owned,
-        )
+        shared = (self._processors, self._collector, self.metrics, self._sampling, self._owned)
+        return Telemetry(provider, *shared)
 
     def set_collectors(self, endpoints: Sequence[str]) -> None:
         """Replaces the "host:port" of the collectors, which are the routers."""
@@ -254,8 +248,5 @@ def _new_provider(
 ) -> TracerProvider:
     # Telemetry.shutdown stops the processors, with a bound.
     return TracerProvider(
-        sampler,
-        resource,
-        shutdown_on_exit=False,
-        active_span_processor=processors,
+        sampler, resource, shutdown_on_exit=False, active_span_processor=processors
     )
