@@ -13,6 +13,7 @@ from headrace_common import tickets
 from headrace_common.errors import HeadraceError, PermissionDenied, QueueFull, Unauthenticated
 from headrace_common.limits import TICKET_BYTES_MAX
 from headrace_common.tickets import SigningKey, TicketKeys, check_handoff, sign_handoff
+from tests.set_clock import SetClock
 
 KEY, OTHER = SigningKey(), SigningKey()
 KEYS = TicketKeys()
@@ -97,21 +98,12 @@ def test_a_long_ticket_is_not_parsed() -> None:
 KEPT_S = 90.0
 
 
-class Clock:
-    """A clock that a test sets."""
-
-    now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 def public_key() -> bytes:
     return SigningKey().public.public_key
 
 
 def test_a_key_is_known_while_it_is_in_use_and_a_bounded_time_after() -> None:
-    clock, key = Clock(), SigningKey().public
+    clock, key = SetClock(), SigningKey().public
     known = TicketKeys(KEPT_S, clock)
     first, second = known.use(key.public_key), known.use(key.public_key)
     first.end()
@@ -134,7 +126,7 @@ def test_the_number_of_keys_is_bounded_and_those_in_use_stay(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(tickets, "TICKET_KEYS_MAX", 3)
-    known = TicketKeys(KEPT_S, Clock())
+    known = TicketKeys(KEPT_S, SetClock())
     open_key = SigningKey().public
     known.use(open_key.public_key)
     ended = SigningKey().public

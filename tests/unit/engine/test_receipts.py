@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from headrace_common.time_model.model import NO_STEPS, Step, StepTimes
 from headrace_engine.receipts import CostLedger, RequestCost, StepColumns
 from headrace_engine.steps import StepMeter
+from tests.set_clock import SetClock
 
 _seconds = st.floats(0, 1e-2)
 _tokens = st.integers(0, 8_192)
@@ -99,18 +100,11 @@ def test_many_steps_cost_a_request_what_each_of_them_does(
         assert astuple(ledger.bill(str(number))) == pytest.approx(tuple(summed), abs=1e-9)
 
 
-class Time:
-    now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 3), _seconds, _seconds), max_size=30))
 def test_time_is_idle_billed_or_of_requests_that_have_no_receipt(
     log: list[tuple[bool, int, float, float]],
 ) -> None:
-    time = Time()
+    time = SetClock(100.0)
     meter = StepMeter(time)
     costs, billed_s = meter.costs, 0.0
     running: list[str] = []
@@ -141,7 +135,7 @@ def test_time_is_idle_billed_or_of_requests_that_have_no_receipt(
 
 
 def test_a_request_that_has_ended_has_no_share_of_a_later_step() -> None:
-    time = Time()
+    time = SetClock(100.0)
     meter = StepMeter(time)
     for name in "ab":
         meter.costs.request_added(name)

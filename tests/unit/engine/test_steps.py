@@ -12,6 +12,7 @@ from headrace_engine.steps import (
     StepMeter,
     StepWatch,
 )
+from tests.set_clock import SetClock
 
 STALL_S = 5.0
 FIRST_S = 120.0
@@ -22,21 +23,11 @@ def step(requests: int, tokens: int) -> Step:
     return Step(prompt_tokens=tokens) if tokens > requests else Step(running=tokens)
 
 
-class Time:
-    """A clock that a test advances. Calls of the watch come 10 times a second, as those of status streams do."""
-
-    def __init__(self) -> None:
-        self.now_s = 1_000.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 class Engine:
     """The meter of an engine's process and the watch of its service, on one clock."""
 
     def __init__(self, *, reports_regularly: bool = False) -> None:
-        self.time = Time()
+        self.time = SetClock()
         self.meter = StepMeter(self.time)
         read = None if reports_regularly else lambda: self.meter.steps
         self.watch = StepWatch(STALL_S, read=read, clock=self.time)
@@ -214,7 +205,7 @@ def test_a_busy_machine_finds_no_stall() -> None:
 
 
 def test_only_a_new_step_starts_anew() -> None:
-    time = Time()
+    time = SetClock()
     watch = StepWatch(STALL_S, clock=time)
     for _ in range(60):
         watch.report(EngineSteps(7, 1, 1, 0.1))
@@ -224,7 +215,7 @@ def test_only_a_new_step_starts_anew() -> None:
     assert watch.stall() is None
 
 
-def run(meter: StepMeter, time: Time, step: Step, *, continues: bool, idle_s: float) -> None:
+def run(meter: StepMeter, time: SetClock, step: Step, *, continues: bool, idle_s: float) -> None:
     """Plans a step after a pause, and ends it after 30 ms."""
     time.now_s += idle_s
     meter.planned(step, 1, continues=continues)
@@ -236,7 +227,7 @@ def run(meter: StepMeter, time: Time, step: Step, *, continues: bool, idle_s: fl
 def test_only_a_step_that_continues_contains_the_time_before_it(
     continues: bool, idle_s: float
 ) -> None:
-    time = Time()
+    time = SetClock()
     meter = StepMeter(time)
     run(meter, time, Step(running=2, context_tokens=100), continues=False, idle_s=0.0)
     for _ in range(20):
@@ -249,7 +240,7 @@ def test_only_a_step_that_continues_contains_the_time_before_it(
 
 
 def test_steps_overlap_with_pipeline_stages() -> None:
-    time = Time()
+    time = SetClock()
     meter = StepMeter(time)
     meter.planned(Step(prompt_tokens=64, attended_tokens=64 * 32), 1)
     for _ in range(20):
@@ -261,7 +252,7 @@ def test_steps_overlap_with_pipeline_stages() -> None:
 
 
 def test_an_end_without_a_step_is_ignored_and_so_are_steps_without_tokens() -> None:
-    meter = StepMeter(Time())
+    meter = StepMeter(SetClock())
     meter.ended()
     meter.planned(Step(), 1)
     meter.ended()

@@ -10,25 +10,16 @@ from headrace.inference.v1 import inference_pb2
 from headrace_common.errors import NotFound
 from headrace_frontend.conversations import ConversationStore
 from headrace_frontend.store import AskElsewhere, Store, nowhere
+from tests.set_clock import SetClock
 
 KEEP_S = 60.0
-
-
-class Clock:
-    """Time that tests set."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 class Conversations(ConversationStore):
     """Conversations in a store of their own."""
 
     def __init__(self, bytes_max: int, ask: AskElsewhere = nowhere, **bounds: Any) -> None:
-        self.clock = Clock()
+        self.clock = SetClock(0.0)
         self.store = Store(bytes_max, KEEP_S, ask, self.clock, **bounds)
         super().__init__(self.store)
 
@@ -37,7 +28,7 @@ class Conversations(ConversationStore):
         return self.store.stored_bytes
 
 
-def store_of(bytes_max: int = 2**20) -> tuple[Conversations, Clock]:
+def store_of(bytes_max: int = 2**20) -> tuple[Conversations, SetClock]:
     store = Conversations(bytes_max)
     return store, store.clock
 

@@ -5,25 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from headrace_engine.vllm.grammar_costs import BoundedGrammar, GrammarCosts
+from tests.set_clock import SetClock
 
 _TOKEN = [5]
 _NORMAL_S = 0.0001
 
 
-class Clock:
-    """Processor time."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 class Plain:
     """A grammar that takes `fill_s` for a token."""
 
-    def __init__(self, clock: Clock, fill_s: float) -> None:
+    def __init__(self, clock: SetClock, fill_s: float) -> None:
         self.clock, self.fill_s = clock, fill_s
 
     def fill_bitmask(self, bitmask: Any, index: int) -> None:
@@ -44,7 +35,7 @@ class Engine:
     """Runs the grammars of all answers in steps."""
 
     def __init__(self) -> None:
-        self.clock, self.costs = Clock(), GrammarCosts()
+        self.clock, self.costs = SetClock(0.0), GrammarCosts()
         self.answers: list[tuple[str, BoundedGrammar]] = []
 
     def add(self, tenant: str, count: int, fill_s: float) -> list[Plain]:

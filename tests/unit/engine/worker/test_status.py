@@ -21,19 +21,10 @@ from headrace_engine.worker.status import (
     WorkerStatusServicer,
 )
 from headrace_kv.layout import WorkerRef
+from tests.local_channel import LocalContext
 from tests.virtually import virtually
 
 START_S = 1_000.0
-
-
-class Context:
-    """The part of a gRPC context that the servicer needs."""
-
-    def peer(self) -> str:
-        return "ipv4:127.0.0.1:1"
-
-    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
-        pass
 
 
 def status_of(
@@ -56,7 +47,7 @@ class Worker:
         servicer = status_of(self.snapshot, self.signal, lambda: self.times)
         request = worker_pb2.WatchStatusRequest()
         request.max_interval.FromSeconds(max_interval_s)
-        context: Any = Context()
+        context: Any = LocalContext()
         self.stream: AsyncIterator[worker_pb2.WatchStatusResponse]
         self.stream = aiter(servicer.WatchStatus(request, context))
 
@@ -109,7 +100,7 @@ async def test_a_stall_is_sent_with_its_age_until_the_engine_steps() -> None:
     worker.requests = 2
     worker.snapshot = WatchedStatus(worker.snapshot, steps).read  # type: ignore[method-assign]
     servicer = status_of(worker.snapshot, worker.signal)
-    context: Any = Context()
+    context: Any = LocalContext()
     stream = aiter(servicer.WatchStatus(worker_pb2.WatchStatusRequest(), context))
     steps.report(EngineSteps(1, 2, 7, 0.1))
 

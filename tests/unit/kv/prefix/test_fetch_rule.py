@@ -6,6 +6,7 @@ import pytest
 
 from headrace_common.time_model.model import StepTimes
 from headrace_kv.prefix.fetch_rule import FetchRule
+from tests.set_clock import SetClock
 
 NEAR = "decode-0"
 FAR = "decode-1"
@@ -14,21 +15,13 @@ LEARNED = StepTimes(fixed_s=0.05, s_per_prompt_token=1e-3, prompt_steps=5)
 TOKEN_BYTES = 100
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 1_000.0
-
-    def __call__(self) -> float:
-        return self.now_s
+@pytest.fixture
+def clock() -> SetClock:
+    return SetClock()
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def rule(clock: Clock) -> FetchRule:
+def rule(clock: SetClock) -> FetchRule:
     return FetchRule(0.2, clock)
 
 
@@ -49,7 +42,7 @@ def fetch(rule: FetchRule, link: str, s_per_token: float, count: int = 3) -> Non
         rule.fetched(link, tokens * TOKEN_BYTES, tokens * s_per_token)
 
 
-def test_few_tokens_are_computed_unless_all_are_fetched(rule: FetchRule, clock: Clock) -> None:
+def test_few_tokens_are_computed_unless_all_are_fetched(rule: FetchRule, clock: SetClock) -> None:
     assert not prefers(rule, NEAR, 32, 95)
     assert not rule.may_fetch(NEAR, 63)
     assert prefers(rule, NEAR, 32, 96)
@@ -67,7 +60,7 @@ def test_a_prefix_is_fetched_where_the_learned_times_say_that_it_saves_its_share
 
 @pytest.mark.parametrize(("token_bytes", "fetched"), [(700_000, True), (900_000, False)])
 def test_before_anything_is_learned_bytes_take_a_cautious_time(
-    clock: Clock, token_bytes: int, fetched: bool
+    clock: SetClock, token_bytes: int, fetched: bool
 ) -> None:
     assert prefers(FetchRule(0.2, clock), FAR, token_bytes=token_bytes) is fetched
 
@@ -77,7 +70,7 @@ def test_without_times_of_steps_a_prefix_is_computed(rule: FetchRule) -> None:
     assert not prefers(rule, NEAR, steps=StepTimes())
 
 
-def test_a_slow_worker_is_measured_again_after_a_while(rule: FetchRule, clock: Clock) -> None:
+def test_a_slow_worker_is_measured_again_after_a_while(rule: FetchRule, clock: SetClock) -> None:
     fetch(rule, FAR, 2e-3)
     assert not prefers(rule, FAR)
     clock.now_s += 299.0
@@ -87,7 +80,9 @@ def test_a_slow_worker_is_measured_again_after_a_while(rule: FetchRule, clock: C
     assert not prefers(rule, FAR)
 
 
-def test_a_failure_ends_fetches_from_that_worker_for_a_while(rule: FetchRule, clock: Clock) -> None:
+def test_a_failure_ends_fetches_from_that_worker_for_a_while(
+    rule: FetchRule, clock: SetClock
+) -> None:
     rule.failed(FAR)
     assert not prefers(rule, FAR)
     assert prefers(rule, NEAR)

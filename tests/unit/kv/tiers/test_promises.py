@@ -10,16 +10,9 @@ from headrace_kv.prefix.events import Tier
 from headrace_kv.tiers.blocks import CachedBlock
 from headrace_kv.tiers.promises import PROMISES_MAX, KeepTerms, Kept, Promises
 from headrace_kv.tiers.tiers import LowerTiers
+from tests.set_clock import SetClock
 
 BLOCK = 16
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 class Rig:
@@ -28,7 +21,7 @@ class Rig:
     def __init__(self, host: int = 40, disk: int = 0, share: float = 0.5) -> None:
         counts = {Tier.HOST: host} | ({Tier.DISK: disk} if disk else {})
         self.tiers = LowerTiers(counts)
-        self.clock = Clock()
+        self.clock = SetClock()
         self.promises = Promises(self.tiers, BLOCK, share, self.clock)
 
     def store(self, *prefixes: int) -> None:
