@@ -23,7 +23,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final, TypeAlias
 
-from headrace_kv.layout import KvLayout, layout_to_proto
+from headrace_kv.layout import KvLayout, engine_hash
 from headrace_kv.shard_map import shards
 from headrace_kv.tiers.pool_process import (
     PACKET_BYTES_MAX,
@@ -57,8 +57,7 @@ class PoolKeys:
 
     def __init__(self, secret: bytes, layout: KvLayout) -> None:
         # Local broadcast changes no byte of a block.
-        message = layout_to_proto(replace(layout, broadcast_width=1))
-        digest = hashlib.sha256(message.SerializeToString(deterministic=True)).hexdigest()
+        digest = engine_hash(replace(layout, broadcast_width=1)).hex()
         self._secret = secret
         self.layout = layout
         """The layout of the worker that uses the names."""

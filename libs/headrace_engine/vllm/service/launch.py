@@ -138,11 +138,6 @@ MAMBA2_MODEL_TYPES = frozenset({"falcon_h1", "granitemoehybrid", "mamba2", "nemo
 def check_config(config: EngineConfig) -> ModelFolder:
     """Checks the settings before anything is loaded. Raises ConfigError."""
     require_vllm()
-    if config.transport != "mooncake":
-        raise _wrong(
-            "transport",
-            f"transport {config.transport} does not reach vLLM's engine process: only mooncake does",
-        )
     if config.dtype not in DTYPES:
         raise _wrong("dtype", f"dtype is {config.dtype!r}: choose one of {', '.join(DTYPES)}")
     if config.max_num_batched_tokens < config.max_num_seqs:

@@ -121,7 +121,6 @@ def test_wrong_folders_are_rejected_in_one_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "word"),
     [
-        ({"transport": "in_memory"}, "mooncake"),
         ({"dtype": "int4"}, "dtype"),
         ({"max_num_batched_tokens": 4}, "max_num_batched_tokens"),
         ({"num_gpu_blocks_override": 1}, "num_gpu_blocks_override"),
