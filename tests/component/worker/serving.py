@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
+import pytest
 from pydantic import SecretStr
 
-from headrace.inference.v1 import inference_pb2
+from headrace.inference.v1 import inference_pb2, trace_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2
 from headrace_cli.client import worker_status
@@ -21,6 +22,7 @@ from headrace_common.registry.view import RegistryView
 from headrace_decode.config import DecodeConfig
 from headrace_decode.main import DecodeServer
 from headrace_engine.config import WorkerRole
+from headrace_engine.connector.step_executor import StepExecutor
 from headrace_engine.factory import build_engine
 from headrace_engine.sim.model.model import SimModel
 from headrace_engine.sim.model.settings import parse_settings
@@ -169,3 +171,39 @@ async def running(
         await until(lambda: len(rig.router.workers.table("sim").reachable) == len(generating))
         await until(lambda: bool(rig.router.workers.table("sim").reachable.all()))
         yield Workers(SimModel(parse_settings(model)), rig, members, serving, hosted)
+
+
+def start_ns(span: trace_pb2.Span) -> int:
+    return span.start_time.ToNanoseconds()
+
+
+def end_ns(span: trace_pb2.Span) -> int:
+    return start_ns(span) + span.duration.ToNanoseconds()
+
+
+def lose_layers(
+    monkeypatch: pytest.MonkeyPatch,
+    first_layer: int,
+    *,
+    silent: bool,
+    chosen: Callable[[str], bool] = lambda _: True,
+) -> set[str]:
+    """From a layer on, the first computation of a chosen transfer sends nothing: its sender stops, or is only late.
+
+    Returns the set that then has its transfers.
+    """
+    lost = set[str]()
+    written = StepExecutor.layer_written
+
+    def lose(executor: StepExecutor, number: int) -> None:
+        found = {one.transfer_id for one in executor._computed}
+        if number >= first_layer and not lost and any(map(chosen, found)):
+            lost.update(found)
+            if not silent:
+                for name in found:
+                    executor.stop(name)
+        if found.isdisjoint(lost):
+            written(executor, number)
+
+    monkeypatch.setattr(StepExecutor, "layer_written", lose)
+    return lost

@@ -6,13 +6,12 @@ import asyncio
 
 import pytest
 
-from headrace.inference.v1 import inference_pb2, trace_pb2
+from headrace.inference.v1 import inference_pb2
 from headrace.worker.v1 import worker_pb2, worker_pb2_grpc
 from headrace_common.deadlines import Deadline
 from headrace_common.durations import duration_from_seconds
 from headrace_decode import attempt as attempt_module
 from headrace_decode import transfer_waiter
-from headrace_engine.connector.step_executor import StepExecutor
 from headrace_engine.sim.model.model import SimModel
 from headrace_engine.sim.model.settings import parse_settings
 from headrace_engine.worker.metrics import WorkerMetrics
@@ -20,7 +19,7 @@ from headrace_router import placement as placement_module
 from headrace_router.costs import Asked, Costs, Division
 from headrace_router.workers.table import LoadTable, TimeColumns
 from tests.channels import operator_channel
-from tests.component.worker.serving import MODEL, Workers, running
+from tests.component.worker.serving import MODEL, Workers, end_ns, lose_layers, running, start_ns
 from tests.suite.deployment import greedy, prompt_of
 from tests.waiting import until
 
@@ -161,34 +160,13 @@ async def test_two_workers_compute_one_prompt() -> None:
         assert start_ns(beside) < end_ns(waited) < end_ns(beside)
 
 
-def start_ns(span: trace_pb2.Span) -> int:
-    return span.start_time.ToNanoseconds()
-
-
-def end_ns(span: trace_pb2.Span) -> int:
-    return start_ns(span) + span.duration.ToNanoseconds()
-
-
 @pytest.mark.parametrize("layer", range(LAYERS))
 @pytest.mark.parametrize("silent", [False, True], ids=["stopped", "silent"])
 @pytest.mark.usefixtures("dividing")
 async def test_the_loss_of_the_first_worker_at_each_layer_costs_time_only(
     layer: int, silent: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From a layer on, it sends nothing: its sender stops, or it is only late."""
-    lost = ""
-    written = StepExecutor.layer_written
-
-    def lose(executor: StepExecutor, number: int) -> None:
-        nonlocal lost
-        if number >= layer and not lost and executor._computed:
-            lost = executor._computed[0].transfer_id
-            if not silent:
-                executor.stop(lost)
-        if not lost or all(one.transfer_id != lost for one in executor._computed):
-            written(executor, number)
-
-    monkeypatch.setattr(StepExecutor, "layer_written", lose)
+    lost = lose_layers(monkeypatch, layer, silent=silent)
     monkeypatch.setattr(transfer_waiter, "late_layers_s", lambda times, tokens: 0.3)
     async with running(DIVIDED) as pair:
         request = divided(pair, prompt_of(700, 2))

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from headrace.inference.v1 import first_token_pb2, trace_pb2
+from headrace.inference.v1 import first_token_pb2
 from headrace_engine.config import WorkerRole
 from headrace_engine.connector.step_executor import StepExecutor
 from headrace_prefill import prefix_fetch
 from headrace_router.prefill_queue.group import QueueGroup
 from headrace_router.prefill_queue.task import QueuedTask
-from tests.component.worker.serving import MODEL, Workers, running
+from tests.component.worker.serving import MODEL, Workers, end_ns, lose_layers, running, start_ns
 from tests.suite.deployment import greedy, prompt_of
 from tests.waiting import until
 
@@ -76,14 +76,6 @@ async def test_two_prefill_workers_compute_one_prompt(
         assert links.keys() == {SECOND, "decode"}
 
 
-def start_ns(span: trace_pb2.Span) -> int:
-    return span.start_time.ToNanoseconds()
-
-
-def end_ns(span: trace_pb2.Span) -> int:
-    return start_ns(span) + span.duration.ToNanoseconds()
-
-
 @pytest.mark.parametrize("layer", range(LAYERS))
 @pytest.mark.parametrize(
     ("lost", "silent"), [(FIRST, False), (FIRST, True), (SECOND, False)], ids=str
@@ -91,22 +83,12 @@ def end_ns(span: trace_pb2.Span) -> int:
 async def test_the_loss_of_a_worker_at_each_layer_costs_time_only(
     layer: int, lost: str, silent: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From a layer on, it sends nothing: its sender stops, or it is only late."""
-    names = set[str]()
-    written = StepExecutor.layer_written
-
-    def lose(executor: StepExecutor, number: int) -> None:
-        found = {one.transfer_id for one in executor._computed}
-        is_lost = any(name.endswith(".prefix") == (lost == FIRST) for name in found)
-        if is_lost and number >= layer and not names:
-            names.update(found)
-            if not silent:
-                for name in found:
-                    executor.stop(name)
-        if found.isdisjoint(names):
-            written(executor, number)
-
-    monkeypatch.setattr(StepExecutor, "layer_written", lose)
+    names = lose_layers(
+        monkeypatch,
+        layer,
+        silent=silent,
+        chosen=lambda name: name.endswith(".prefix") == (lost == FIRST),
+    )
     monkeypatch.setattr(prefix_fetch, "late_layers_s", lambda times, tokens: 0.5)
     async with running(DIVIDED, roles=POOLS, prefix_fetch_gain=0) as workers:
         # One of both computes it again, alone.
