@@ -323,46 +323,80 @@ def division(
     if not math.isfinite(slower):
         return None
     workers, cached_tokens = table.workers, asked.needed_tokens - asked.missing
-    found = best_part(
+    found = best_parts(
         (table.times.column(other) * slower, table.times.column(row)),
         (int(cached_tokens[other]), int(cached_tokens[row])),
         asked.needed_tokens + 1,
         min(workers[row].step_tokens, workers[other].step_tokens),
         workers[row].layout,
         gain,
-        undivided_s,
+        undivided_s=undivided_s,
     )
-    return None if found is None else Division(other, *found)
+    return None if found is None else Division(other, found[0][0], found[1])
 
 
-def best_part(
+def best_parts(
     times: tuple[_Column, _Column],
     cached_tokens: tuple[int, int],
     end_token: int,
     step_tokens: int,
     layout: KvLayout,
     gain: float,
+    *,
+    parts_max: int = 2,
     undivided_s: float | None = None,
-) -> tuple[int, float] | None:
-    """The best token from which a second worker computes a prompt below `end_token`, and when it has done so.
+) -> tuple[tuple[int, ...], float] | None:
+    """The best parts of a prompt below `end_token` that two workers compute in turn, and when they have done so.
 
-    None where that is not earlier than `undivided_s` by the share `gain`, by default than the first worker alone.
-    `times`: columns of TimeColumns of both. The second one, with this layout, computes one step at most.
+    A part is the end of its tokens, and the last part is left out. `times`: columns of TimeColumns of both. The first
+    worker begins, and its first part has as many steps as needed. Each other part is one step at most. It begins with
+    the first layer of the step before, and its worker has the parts before that one. None where that is not earlier
+    than `undivided_s` by the share `gain`, by default than the first worker alone.
     """
-    (first, second), block_tokens = times, layout.block_tokens
-    least = max(*cached_tokens, end_token - 1 - step_tokens)
-    tokens = np.arange(-(-(least + 1) // block_tokens) * block_tokens, end_token, block_tokens)
-    if not (step_tokens and len(tokens)):
+    block_tokens, start = layout.block_tokens, max(cached_tokens)
+    least = max(start, end_token - 1 - step_tokens)
+    lasts = np.arange(-(-(least + 1) // block_tokens) * block_tokens, end_token, block_tokens)
+    if not (step_tokens and len(lasts)):
         return None
-    first_s, last_s = _parts_s(first, cached_tokens[0], tokens, step_tokens)
-    own_s, _ = _parts_s(second, tokens, end_token, step_tokens)
     if undivided_s is None:
-        undivided_s = float(_parts_s(first, cached_tokens[0], end_token, step_tokens)[0])
-    handed_s = first[-2] + first[-1] * layout.token_bytes / layout.layer_count * tokens + MESSAGES_S
-    begun_s = np.maximum(first_s, first_s - last_s + own_s) + handed_s
-    best = int(begun_s.argmin())
-    late = undivided_s < _DIVIDED_MIN_S or begun_s[best] > (1.0 - gain) * undivided_s
-    return None if late else (int(tokens[best]), float(begun_s[best]))
+        undivided_s = float(_parts_s(times[0], cached_tokens[0], end_token, step_tokens)[0])
+    steps = -(-(end_token - start) // step_tokens)
+    best: tuple[tuple[int, ...], float] = (), math.inf
+    for count in {min(parts_max, max(2, one)) for one in (2, steps, steps + steps % 2)}:
+        # Equal parts, of which only the first may be longer than a step.
+        number = np.arange(1, count)[:, None]
+        equal = start + (lasts - start) * number // (count - 1)
+        longest = max(1, step_tokens // block_tokens) * block_tokens
+        ends = np.maximum(equal, lasts - (count - 1 - number) * longest)
+        ends = ends // block_tokens * block_tokens
+        begun_s = _in_turn_s(times, cached_tokens[0], (*ends, end_token), step_tokens, layout)
+        begun_s[np.diff(ends, axis=0, prepend=start).min(axis=0) <= 0] = np.inf
+        at = int(begun_s.argmin())
+        if begun_s[at] < best[1]:
+            best = tuple(map(int, ends[:, at])), float(begun_s[at])
+    late = undivided_s < _DIVIDED_MIN_S or best[1] > (1.0 - gain) * undivided_s
+    return None if late else best
+
+
+def _in_turn_s(
+    times: tuple[_Column, _Column],
+    start: int,
+    ends: Sequence[int | Rows],
+    step_tokens: int,
+    layout: KvLayout,
+) -> Numbers:
+    """When two workers have computed the parts of a prompt from `start` on, see `best_parts`."""
+    ended_s, last_s = _parts_s(times[0], start, ends[0], step_tokens)
+    begun_s, free_s = ended_s - last_s, np.zeros_like(ended_s)
+    token_bytes = layout.token_bytes / layout.layer_count
+    for number, (sent_from, begin, end) in enumerate(zip((0, *ends), ends, ends[1:], strict=False)):
+        sender, worker = times[number % 2], times[1 - number % 2]
+        sent_s = sender[-2] + sender[-1] * token_bytes * (begin - sent_from) + MESSAGES_S
+        own_s, _ = _parts_s(worker, begin, end, step_tokens)
+        # A worker reserves blocks for the part before once it is free.
+        begun_s = np.maximum(begun_s, free_s) + sent_s
+        free_s, ended_s = ended_s, np.maximum(begun_s + own_s, ended_s + sent_s)
+    return ended_s
 
 
 def _parts_s(

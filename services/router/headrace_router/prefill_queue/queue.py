@@ -186,23 +186,38 @@ class PrefillQueue:
         group.exclude_unfit_workers(queued)
         if not group.has_eligible_worker(queued):
             raise _no_eligible_worker(task.transfer_id)
-        if terms.divide_gain and (parts := group.division(queued, terms.divide_gain)):
-            first, second, token = parts
-            part, message = queued.part_task(token), queued.task.first_part
-            part.decode_worker_id = second.ref.worker_id
-            part.decode_incarnation = second.ref.incarnation
-            part.decode_endpoint = second.member.endpoint
-            message.worker_id, message.incarnation = first.ref.worker_id, first.ref.incarnation
-            message.handoff_ticket, message.end_token = first.ticket(part), token
-            own = replace(terms, planned=first.ref, returns_max=0)
-            other = QueuedTask(part, group.layout, own, next(self._numbers), self.cancel)
-            other.end_on_failure(partial(second.send_cancel, part.transfer_id))
-            queued.divide(other, second.ref)
         queued.joined_queue(group.tasks.before(queued))
-        group.add(queued)
-        if queued.part is not None:
-            group.add(queued.part)
+        if terms.divide_gain and (parts := group.division(queued, terms.divide_gain)):
+            self._send_parts(queued, group, terms, parts)
+        else:
+            group.add(queued)
         return queued
+
+    def _send_parts(
+        self,
+        queued: QueuedTask,
+        group: QueueGroup,
+        terms: TaskTerms,
+        parts: list[tuple[PrefillWorkerStream, int]],
+    ) -> None:
+        """Sends a task and one for each part before its own. Each hands over to the worker of the next one."""
+        receiver, _ = parts[-1]
+        tasks, own = [(queued, receiver)], replace(terms, returns_max=0)
+        for stream, token in reversed(parts[:-1]):
+            task, message = queued.part_task(token), queued.task.first_part
+            task.decode_worker_id = receiver.ref.worker_id
+            task.decode_incarnation = receiver.ref.incarnation
+            task.decode_endpoint = receiver.member.endpoint
+            message.worker_id, message.incarnation = stream.ref.worker_id, stream.ref.incarnation
+            message.handoff_ticket, message.end_token = stream.ticket(task), token
+            part = QueuedTask(task, group.layout, own, next(self._numbers), self.cancel)
+            part.end_on_failure(partial(receiver.send_cancel, task.transfer_id))
+            queued.divide(part, receiver.ref)
+            queued, receiver = part, stream
+            tasks.insert(0, (part, stream))
+        # The second worker expects the first part before it is sent.
+        for one, stream in (tasks[1], tasks[0], *tasks[2:]):
+            group.send(one, stream)
 
     def add_worker(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
@@ -123,8 +123,8 @@ class QueuedTask:
         """Whether the task may still wait for a worker that has its prefix."""
         self.worker: WorkerRef | None = None
         self.part: QueuedTask | None = None
-        """The task of another worker that computes the first tokens at the same time."""
-        self._on_failed: Callable[[], None] = lambda: None
+        """The task of another worker that computes the tokens before its own at the same time."""
+        self._on_failed: tuple[Callable[[], None], ...] = ()
         loop = asyncio.get_running_loop()
         self.outcome: asyncio.Future[TaskOutcome] = loop.create_future()
         self.first_token: asyncio.Future[prefill_pb2.FirstToken] = loop.create_future()
@@ -218,13 +218,21 @@ class QueuedTask:
         task.token_ids.extend(self._token_ids.ids[:end_token])
         return task
 
+    @property
+    def parts(self) -> Iterator[QueuedTask]:
+        """The tasks that compute its first tokens, latest tokens first."""
+        part = self.part
+        while part is not None:
+            yield part
+            part = part.part
+
     def end_on_failure(self, stop: Callable[[], None]) -> None:
         """`stop` is called if the task fails: it ends the work of another worker for it."""
-        self._on_failed = stop
+        self._on_failed += (stop,)
 
     def divide(self, part: QueuedTask, second: WorkerRef) -> None:
         """Another worker computes the tokens of `part`, and `second` the others beside it."""
-        self.part, self.planned, self.may_wait = part, second, False
+        self.part, self.may_wait = part, False
         self.cached = {second: part.tokens}
         self.end_on_failure(part.cancel)
 
@@ -235,8 +243,7 @@ class QueuedTask:
         self.order = (_AT_FRONT, *self.order[1:])
         self.worker = None
         self.pulled_ns = 0
-        self._on_failed()
-        self.end_on_failure(lambda: None)
+        self._failed()
         self.part = None
         self.task.ClearField("first_part")
 
@@ -246,9 +253,14 @@ class QueuedTask:
             self.ended_ns = time.monotonic_ns()
             self.outcome.set_result(TaskOutcome(error, done))
             if error is not None:
-                self._on_failed()
+                self._failed()
         elif done is not None:
             self._on_late_report(done)
+
+    def _failed(self) -> None:
+        stops, self._on_failed = self._on_failed, ()
+        for stop in stops:
+            stop()
 
     def cancel(self) -> None:
         """Removes the task from the queue, or asks its worker to stop. Ends it with WorkerGone."""

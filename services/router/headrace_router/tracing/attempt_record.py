@@ -116,8 +116,8 @@ class RoutedAttempt(AttemptRecord):
     priority: str = ""
     done: prefill_pb2.TaskDone | None = None
     """What the prefill worker has reported at its end."""
-    part: PrefillTaskRecord | None = None
-    """The first tokens, where another prefill worker computed them."""
+    parts: list[PrefillTaskRecord] = field(default_factory=list)
+    """The tokens before those of its task, where other tasks computed them."""
     _start_ns: int = field(default=0, init=False)
     _answer: LinkedAnswer | None = field(default=None, init=False)
     _queued: QueuedTask | None = field(default=None, init=False)
@@ -160,11 +160,11 @@ class RoutedAttempt(AttemptRecord):
         """The prompt is in the prefill queue."""
 
         def part_ended(outcome: asyncio.Future[TaskOutcome]) -> None:
-            part, done = task.part, outcome.result().done
-            if part is not None and part.worker is not None and done is not None:
+            part, done = parts[outcome], outcome.result().done
+            if part.worker is not None and done is not None:
                 worker_id, to = part.worker.worker_id, part.decode.worker_id
-                steps = self._steps_of(part, worker_id, done)
-                self.part = PrefillTaskRecord(worker_id, to, done, steps, part.tokens)
+                steps, start = self._steps_of(part, worker_id, done), part.task.first_part.end_token
+                self.parts.append(PrefillTaskRecord(worker_id, to, done, steps, start, part.tokens))
                 self.charge_late(done.receipt)
 
         def reported_late(done: prefill_pb2.TaskDone) -> None:
@@ -173,8 +173,9 @@ class RoutedAttempt(AttemptRecord):
 
         self._queued, self.outcome = task, task.outcome
         task.report_late(reported_late)
-        if task.part is not None:
-            task.part.outcome.add_done_callback(part_ended)
+        parts = {part.outcome: part for part in task.parts}
+        for ended in parts:
+            ended.add_done_callback(part_ended)
 
     def failed(self, error: HeadraceError) -> None:
         """The attempt has failed."""
@@ -213,7 +214,7 @@ class RoutedAttempt(AttemptRecord):
         queued, done = self._queued, self.done
         if done is None and queued is not None and queued.outcome.done():
             done = queued.outcome.result().done
-        tasks = [] if self.part is None else [self.part[:3]]
+        tasks = [one[:3] for one in self.parts]
         decode = self.worker_id("decode")
         if done is not None:
             tasks.append((self.prefill_worker_id, decode, done))
@@ -376,15 +377,16 @@ class RoutedAttempt(AttemptRecord):
     def _prefill_spans(
         self, request: RequestRecord, maker: SpanMaker, parent: SpanContext, decision: Decision
     ) -> Iterator[ReadableSpan]:
-        part, tokens = self.part, request.prompt_tokens + self.generated_tokens
+        tokens = request.prompt_tokens + self.generated_tokens
         own = PrefillTaskRecord(
             self.prefill_worker_id,
             decision.worker.ref.worker_id,
             self.done or prefill_pb2.TaskDone(),
             self.prefill,
-            decision.computes_from or (tokens if part is None else tokens - part.tokens),
+            max((one.end_token for one in self.parts), default=0),
+            decision.computes_from or tokens,
         )
-        for task in (own,) if part is None else (part, own):
+        for task in (*self.parts, own):
             yield from task_spans(task, maker, parent, _ids(self, request))
 
     def _attributes(self, request: RequestRecord, decision: Decision) -> Attributes:
