@@ -71,7 +71,7 @@ MESSAGES_S: Final = 0.02
 _WAIT_MAX_S: Final = 3_600.0
 """Of the prefill queue: a full one has an infinite wait."""
 _SHARE_MIN: Final = 0.05
-_DIVIDED_MIN_S: Final = 0.1
+DIVIDED_MIN_S: Final = 0.1
 """The least time to first token of a prompt that is worth the messages of two workers."""
 
 
@@ -295,46 +295,6 @@ def costs_of_both(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Division:
-    """The worker of `prefill_row` computes the tokens below `token`. The answer begins in `first_s`."""
-
-    prefill_row: int
-    token: int
-    first_s: float
-
-
-def division(
-    table: LoadTable, asked: Asked, costs: CostsOfBoth, row: int, gain: float
-) -> Division | None:
-    """The best division of a prompt that worker `row` answers, if its first token is that much earlier.
-
-    That worker begins with the first layer of the other one's last step, and waits in each layer. So it must have no
-    answers, which would wait too, and the other one no prompts. Both have learned their times.
-    """
-    undivided_s = float(costs.first_s[row])
-    if table.requests[row] or row in table.times.with_prompts:
-        return None
-    computed_s = costs.computed_s.copy()
-    computed_s[[row, *table.times.with_prompts]] = np.inf
-    other = int(computed_s.argmin())
-    # Answers of the other one take a share of its time.
-    slower = max(1.0, computed_s[other] / max(_DIVIDED_MIN_S, _alone_s(table, asked, other)))
-    if not math.isfinite(slower):
-        return None
-    workers, cached_tokens = table.workers, asked.needed_tokens - asked.missing
-    found = best_parts(
-        (table.times.column(other) * slower, table.times.column(row)),
-        (int(cached_tokens[other]), int(cached_tokens[row])),
-        asked.needed_tokens + 1,
-        min(workers[row].step_tokens, workers[other].step_tokens),
-        workers[row].layout,
-        gain,
-        undivided_s=undivided_s,
-    )
-    return None if found is None else Division(other, found[0][0], found[1])
-
-
 def best_parts(
     times: tuple[_Column, _Column],
     cached_tokens: tuple[int, int],
@@ -374,7 +334,7 @@ def best_parts(
         at = int(begun_s.argmin())
         if begun_s[at] < best[1]:
             best = tuple(map(int, ends[:, at])), float(begun_s[at])
-    late = undivided_s < _DIVIDED_MIN_S or best[1] > (1.0 - gain) * undivided_s
+    late = undivided_s < DIVIDED_MIN_S or best[1] > (1.0 - gain) * undivided_s
     return None if late else best
 
 
@@ -412,7 +372,7 @@ def _parts_s(
     return all_s, tail_s
 
 
-def _alone_s(table: LoadTable, asked: Asked, row: int) -> float:
+def alone_s(table: LoadTable, asked: Asked, row: int) -> float:
     """How long a worker computes and sends what it lacks of the prompt, beside nothing else."""
     sent_s = table.times.steps[-1, row] * asked.missing[row]
     return float(_missing_s(table, asked)[row] + sent_s)

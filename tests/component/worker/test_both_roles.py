@@ -17,7 +17,8 @@ from headrace_engine.sim.model.model import SimModel
 from headrace_engine.sim.model.settings import parse_settings
 from headrace_engine.worker.metrics import WorkerMetrics
 from headrace_router import placement as placement_module
-from headrace_router.costs import Asked, Costs, Division
+from headrace_router.costs import Asked, Costs
+from headrace_router.placement import Division
 from headrace_router.workers.table import LoadTable, TimeColumns
 from tests.channels import operator_channel
 from tests.component.worker.serving import MODEL, Workers, running

@@ -230,11 +230,14 @@ class QueuedTask:
         """`stop` is called if the task fails: it ends the work of another worker for it."""
         self._on_failed += (stop,)
 
-    def divide(self, part: QueuedTask, second: WorkerRef) -> None:
-        """Another worker computes the tokens of `part`, and `second` the others beside it."""
-        self.part, self.may_wait = part, False
-        self.cached = {second: part.tokens}
-        self.end_on_failure(part.cancel)
+    def divide(
+        self, task: prefill_pb2.PrefillTask, ref: WorkerRef, terms: TaskTerms, number: int
+    ) -> QueuedTask:
+        """Another worker computes the tokens of `task`, which is returned, and this one the others beside it."""
+        self.part = QueuedTask(task, self.group_key, terms, number, self._cancel)
+        self.cached, self.may_wait = {ref: self.part.tokens}, False
+        self.end_on_failure(self.part.cancel)
+        return self.part
 
     def returned_from(self, ref: WorkerRef) -> None:
         """The worker returned the task unopened. The task goes to the front, and never to that worker again."""

@@ -82,7 +82,7 @@ async def test_two_workers_compute_the_steps_of_a_long_prompt_in_turn(
     assert {first.credits, second.credits} == {credit - (len(ends) + 1) // 2}
     tasks = {one.transfer_id: (one, by) for by in (first, second) for one in sent_tasks(by)}
     name, receiver = "x", None
-    # Each has the ticket of the one before, whose receiver it is.
+    # Each receives the KV of the one before, by the ticket of that one.
     for end in (LONG, *reversed(parts)):
         task, by = tasks.pop(name)
         assert len(task.token_ids) == end
