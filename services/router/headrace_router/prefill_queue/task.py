@@ -118,7 +118,7 @@ class QueuedTask:
         self.pulled_s = 0.0
         self.has_started = False
         """Whether the worker may have opened the transfer."""
-        self._on_late_report: Callable[[prefill_pb2.TaskDone], None] = lambda done: None
+        self._on_report: Callable[[prefill_pb2.TaskDone], None] = lambda done: None
         self.may_wait = bool(terms.cached) and terms.planned is None
         """Whether the task may still wait for a worker that has its prefix."""
         self.worker: WorkerRef | None = None
@@ -175,9 +175,9 @@ class QueuedTask:
         message.task.remaining.CopyFrom(duration_from_seconds(self._deadline.remaining_s()))
         return message
 
-    def report_late(self, on_report: Callable[[prefill_pb2.TaskDone], None]) -> None:
-        """`on_report` gets the worker's report of the task if it was given up before."""
-        self._on_late_report = on_report
+    def report_end(self, on_report: Callable[[prefill_pb2.TaskDone], None]) -> None:
+        """`on_report` gets the worker's report at the end of the task, also if it was given up before."""
+        self._on_report = on_report
 
     def joined_queue(self, tasks_ahead: int) -> None:
         """The task joined the queue behind `tasks_ahead` others."""
@@ -252,13 +252,13 @@ class QueuedTask:
 
     def end(self, error: HeadraceError | None, done: prefill_pb2.TaskDone | None = None) -> None:
         """Settles the outcome. Only the first call counts, and the report of a task that was given up."""
+        self.ended_ns = time.monotonic_ns()
         if not self.outcome.done():
-            self.ended_ns = time.monotonic_ns()
             self.outcome.set_result(TaskOutcome(error, done))
             if error is not None:
                 self._failed()
-        elif done is not None:
-            self._on_late_report(done)
+        if done is not None:
+            self._on_report(done)
 
     def _failed(self) -> None:
         stops, self._on_failed = self._on_failed, ()

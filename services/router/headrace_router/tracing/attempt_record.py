@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final, NamedTuple, TypeAlias
 
 from opentelemetry.sdk.trace import ReadableSpan
@@ -32,7 +33,7 @@ from headrace_frontend.running.record import AttemptRecord, Attributes, RequestR
 from headrace_router.costs import OtherDecision
 from headrace_router.decode_link.answer import LinkedAnswer
 from headrace_router.placement import Decision, candidate_text
-from headrace_router.prefill_queue.task import QueuedTask, TaskOutcome
+from headrace_router.prefill_queue.task import QueuedTask
 from headrace_router.tracing.prefill_task import PrefillTaskRecord, task_spans
 
 _WORKERS_MAX: Final = 4_096
@@ -159,23 +160,21 @@ class RoutedAttempt(AttemptRecord):
     def enqueued(self, task: QueuedTask) -> None:
         """The prompt is in the prefill queue."""
 
-        def part_ended(outcome: asyncio.Future[TaskOutcome]) -> None:
-            part, done = parts[outcome], outcome.result().done
-            if part.worker is not None and done is not None:
+        def part_ended(part: QueuedTask, done: prefill_pb2.TaskDone) -> None:
+            if part.worker is not None:
                 worker_id, to = part.worker.worker_id, part.decode.worker_id
                 steps, start = self._steps_of(part, worker_id, done), part.task.first_part.end_token
                 self.parts.append(PrefillTaskRecord(worker_id, to, done, steps, start, part.tokens))
                 self.charge_late(done.receipt)
 
-        def reported_late(done: prefill_pb2.TaskDone) -> None:
+        def ended(done: prefill_pb2.TaskDone) -> None:
             self.done = self.done or done
             self.charge_late(done.receipt)
 
         self._queued, self.outcome = task, task.outcome
-        task.report_late(reported_late)
-        parts = {part.outcome: part for part in task.parts}
-        for ended in parts:
-            ended.add_done_callback(part_ended)
+        task.report_end(ended)
+        for part in task.parts:
+            part.report_end(partial(part_ended, part))
 
     def failed(self, error: HeadraceError) -> None:
         """The attempt has failed."""
