@@ -75,6 +75,10 @@ async def test_two_prefill_workers_compute_one_prompt_in_turn(
         assert receivers == [SECOND, FIRST, SECOND, "decode"]
         for link, one in zip(links, computing[1:], strict=False):
             assert start_ns(one) < end_ns(link) < end_ns(one)
+        # No worker waits for a batch before its part.
+        root = next(one for one in trace.spans if not one.parent_span_id)
+        computed_us = (end_ns(computing[-1]) - start_ns(computing[0])) / 1e3
+        assert float(root.attributes["headrace.latency.prefill_us"]) > 0.9 * computed_us
         # A part is sent once: its receiver has those before.
         sent_bytes = [int(one.attributes["headrace.payload_bytes"]) for one in links]
         assert [one * 700 // sent_bytes[-1] for one in sent_bytes[:-1]] == sizes[:-1]

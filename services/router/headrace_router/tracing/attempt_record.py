@@ -165,6 +165,8 @@ class RoutedAttempt(AttemptRecord):
                 worker_id, to = part.worker.worker_id, part.decode.worker_id
                 steps, start = self._steps_of(part, worker_id, done), part.task.first_part.end_token
                 self.parts.append(PrefillTaskRecord(worker_id, to, done, steps, start, part.tokens))
+                if not start and steps is not None:
+                    self.parts_start = steps.compute_start
                 self.charge_late(done.receipt)
 
         def ended(done: prefill_pb2.TaskDone) -> None:
