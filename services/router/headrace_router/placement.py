@@ -295,21 +295,13 @@ class KvAware(Placement):
         return int(self._random.choices(rows.tolist(), weights.tolist())[0])
 
 
-@dataclass(frozen=True, slots=True)
-class Division:
-    """The worker of `prefill_row` computes the tokens below `token`. The answer begins in `first_s`."""
-
-    prefill_row: int
-    token: int
-    first_s: float
-
-
 def division(
     table: LoadTable, asked: Asked, costs: CostsOfBoth, row: int, gain: float
-) -> Division | None:
+) -> tuple[int, int, float] | None:
     """The best division of a prompt that worker `row` answers, if its first token is that much earlier.
 
-    That worker begins with the first layer of the other one's last step, and waits in each layer. So it must have no
+    Returns the row of the worker that computes the first tokens, the token after them, and when the answer begins.
+    Worker `row` begins with the first layer of the other one's last step, and waits in each layer. So it must have no
     answers, which would wait too, and the other one no prompts. Both have learned their times.
     """
     undivided_s = float(costs.first_s[row])
@@ -332,7 +324,7 @@ def division(
         gain,
         undivided_s=undivided_s,
     )
-    return None if found is None else Division(other, found[0][0], found[1])
+    return None if found is None else (other, found[0][0], found[1])
 
 
 def _divided(
@@ -345,18 +337,19 @@ def _divided(
     found = division(table, asked, costs, table.workers.index(decision.worker), gain)
     if found is None:
         return decision
-    prefill = table.workers[found.prefill_row].ref
-    cached = asked.needed_tokens - int(asked.missing[found.prefill_row])
+    other, token, first_s = found
+    prefill = table.workers[other].ref
+    cached = asked.needed_tokens - int(asked.missing[other])
     return replace(
         decision,
         remote=True,
-        why=f"{decision.why}; beside {prefill.worker_id}, which computes up to token {found.token}",
+        why=f"{decision.why}; beside {prefill.worker_id}, which computes up to token {token}",
         missing_tokens=asked.needed_tokens - cached,
         cached_tokens=cached,
         prefill=prefill,
-        first_s=found.first_s,
+        first_s=first_s,
         others=(),
-        computes_from=found.token,
+        computes_from=token,
     )
 
 
