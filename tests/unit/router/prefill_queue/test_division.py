@@ -103,6 +103,12 @@ async def test_two_workers_compute_the_steps_of_a_long_prompt_in_turn(
     assert not tasks
 
 
+async def test_parts_in_turn_gain_what_two_parts_do_not() -> None:
+    for credit, parts in ((4, 3), (1, 0)):
+        queue, _ = pair(2_048, credit=credit)
+        assert len([*add_long(queue, divide_gain=0.38).parts]) == parts
+
+
 def sent_tasks(stream: PrefillWorkerStream) -> list[prefill_pb2.PrefillTask]:
     """The tasks that a worker is sent."""
     found = []
@@ -134,11 +140,10 @@ async def test_a_prompt_is_divided_only_between_idle_workers() -> None:
 
 
 async def test_what_a_worker_has_cached_moves_the_division() -> None:
-    queue, (first, _) = pair()
+    queue, (first, _) = pair(1_024)
     queued = add_long(queue, cached={first.ref: 4_000})
-    assert part_of(queued) == pytest.approx(6_000, abs=300)
-    assert queued.part is not None
-    assert queued.part.worker == first.ref
+    assert [one.tokens for one in queued.parts] == pytest.approx([7_000, 6_000, 5_000], abs=50)
+    assert [one.worker == first.ref for one in queued.parts] == [True, False, True]
 
 
 async def test_a_failed_part_ends_those_before_and_the_next_worker_computes_its_tokens() -> None:
