@@ -185,6 +185,7 @@ def name_of(way: str) -> str:
         "planned": "Headrace, workers of both roles, planner",
     }
     terms = {"least": "fewest requests first", "alternating": "in turn", "http": "over HTTP"}
+    terms["divided"] = "prompts divided"
     parts = [names[first]]
     if rest[:1] and rest[0].isdigit():
         parts.append(f"{rest[0]} prefill and {rest[1]} decode")

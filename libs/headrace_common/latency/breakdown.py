@@ -182,7 +182,7 @@ def _prefill_claims(attempt: AttemptSteps) -> list[Claim]:
     if prefill is None:
         return []
     return [
-        (_PREFILL, prefill.compute_start, _compute_end(attempt)),
+        (_PREFILL, attempt.parts_start or prefill.compute_start, _compute_end(attempt)),
         (_BATCH_WAIT, prefill.received, prefill.compute_start),
         (_NETWORK, attempt.pulled, prefill.received),
     ]

@@ -77,6 +77,8 @@ class AttemptSteps:
     first_token_by: FirstTokenBy = BY_DECODE
     decode: DecodeSteps | None = None
     prefill: PrefillSteps | None = None
+    parts_start: int | None = None
+    """When other prefill workers began with the tokens before those of this one."""
     message: tuple[int, int] | None = None
     """The way of the prompt to another process's queue."""
     error_us: int = 0

@@ -122,8 +122,8 @@ class Scheduler:
             if sequence in queue:
                 queue.remove(sequence)
                 name, computed = sequence.transfer_id, sequence.computed
-                if self.planner.partial.receives:
-                    self.planner.request_leaves(name)
+                if self.planner.partial.receives and self.planner.request_leaves(name) is None:
+                    self._completed(sequence)
                 times = self.planner.request_finished(name)
                 sends = times is not None
                 copied = self._tiers.request_finished(name, computed, sends=sends)
@@ -270,9 +270,9 @@ class Scheduler:
             self._received(self._by_id[request_id])
 
     def _completed(self, sequence: Sequence) -> None:
-        """All layers have arrived of a request that runs."""
-        sequence.layers_completed()
-        if not sequence.ended:
+        """All layers have arrived of a request that runs, or has run."""
+        if sequence.is_partial:
+            sequence.layers_completed()
             self._pools.register(sequence, sequence.cached, sequence.computed)
 
     def _received(self, sequence: Sequence) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Collection, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import replace
 from typing import Final
 
@@ -40,7 +40,7 @@ from headrace_engine.proto import (
 )
 from headrace_engine.steps import Stall
 from headrace_kv.layout import WorkerRef
-from headrace_kv.messages import SendReport, TransferTarget
+from headrace_kv.messages import SendReport, TransferTarget, prefix_transfer
 from headrace_kv.prefix.cache_salt import salt_violations
 from headrace_prefill.prefix_fetch import PrefixFetch, PrefixFetcher
 from headrace_prefill.spans import EndedTask, TaskSpans, last_link
@@ -87,6 +87,7 @@ class PrefillWorker:
         self._handovers = handovers or HandoverLearner()
         self._room = room
         self._slots = asyncio.Semaphore(slot_count)
+        self._ended: dict[str, asyncio.Event] = {}
         self._held = 0
         self._running = 0
 
@@ -209,6 +210,7 @@ class PrefillWorker:
         try:
             async with (
                 asyncio.timeout(deadline.remaining_s()),
+                self._in_turn(work.target.transfer_id),
                 self._slots,
                 self._room(len(work.token_ids)),
             ):
@@ -227,6 +229,22 @@ class PrefillWorker:
                 f"the deadline passed while prefilling {len(work.token_ids)} tokens",
                 metadata={"waited_for": "prefill"},
             ) from None
+
+    @asynccontextmanager
+    async def _in_turn(self, transfer_id: str) -> AsyncIterator[None]:
+        """Entered when the task that computes the part of a divided prompt two before this task's own has ended.
+
+        So its part is cached here, and the other worker sends one part only.
+        """
+        ended = self._ended[transfer_id] = asyncio.Event()
+        try:
+            before = self._ended.get(prefix_transfer(prefix_transfer(transfer_id)))
+            if before is not None:
+                await before.wait()
+            yield
+        finally:
+            ended.set()
+            self._ended.pop(transfer_id, None)
 
     def times(self, decode_worker_id: str) -> TimeModel:
         """What it has learned of steps, and of hand-overs: over all links, and to one decode worker."""

@@ -71,7 +71,7 @@ MESSAGES_S: Final = 0.02
 _WAIT_MAX_S: Final = 3_600.0
 """Of the prefill queue: a full one has an infinite wait."""
 _SHARE_MIN: Final = 0.05
-_DIVIDED_MIN_S: Final = 0.1
+DIVIDED_MIN_S: Final = 0.1
 """The least time to first token of a prompt that is worth the messages of two workers."""
 
 
@@ -295,74 +295,68 @@ def costs_of_both(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Division:
-    """The worker of `prefill_row` computes the tokens below `token`. The answer begins in `first_s`."""
-
-    prefill_row: int
-    token: int
-    first_s: float
-
-
-def division(
-    table: LoadTable, asked: Asked, costs: CostsOfBoth, row: int, gain: float
-) -> Division | None:
-    """The best division of a prompt that worker `row` answers, if its first token is that much earlier.
-
-    That worker begins with the first layer of the other one's last step, and waits in each layer. So it must have no
-    answers, which would wait too, and the other one no prompts. Both have learned their times.
-    """
-    undivided_s = float(costs.first_s[row])
-    if table.requests[row] or row in table.times.with_prompts:
-        return None
-    computed_s = costs.computed_s.copy()
-    computed_s[[row, *table.times.with_prompts]] = np.inf
-    other = int(computed_s.argmin())
-    # Answers of the other one take a share of its time.
-    slower = max(1.0, computed_s[other] / max(_DIVIDED_MIN_S, _alone_s(table, asked, other)))
-    if not math.isfinite(slower):
-        return None
-    workers, cached_tokens = table.workers, asked.needed_tokens - asked.missing
-    found = best_part(
-        (table.times.column(other) * slower, table.times.column(row)),
-        (int(cached_tokens[other]), int(cached_tokens[row])),
-        asked.needed_tokens + 1,
-        min(workers[row].step_tokens, workers[other].step_tokens),
-        workers[row].layout,
-        gain,
-        undivided_s,
-    )
-    return None if found is None else Division(other, *found)
-
-
-def best_part(
+def best_parts(
     times: tuple[_Column, _Column],
     cached_tokens: tuple[int, int],
     end_token: int,
     step_tokens: int,
     layout: KvLayout,
     gain: float,
+    *,
+    parts_max: int = 2,
     undivided_s: float | None = None,
-) -> tuple[int, float] | None:
-    """The best token from which a second worker computes a prompt below `end_token`, and when it has done so.
+) -> tuple[tuple[int, ...], float] | None:
+    """The best parts of a prompt below `end_token` that two workers compute in turn, and when they have done so.
 
-    None where that is not earlier than `undivided_s` by the share `gain`, by default than the first worker alone.
-    `times`: columns of TimeColumns of both. The second one, with this layout, computes one step at most.
+    A part is the end of its tokens, and the last part is left out. `times`: columns of TimeColumns of both. The first
+    worker begins, and its first part has as many steps as needed. Each other part is one step at most. It begins with
+    the first layer of the step before, and its worker has the parts before that one. None where that is not earlier
+    than `undivided_s` by the share `gain`, by default than the first worker alone.
     """
-    (first, second), block_tokens = times, layout.block_tokens
-    least = max(*cached_tokens, end_token - 1 - step_tokens)
-    tokens = np.arange(-(-(least + 1) // block_tokens) * block_tokens, end_token, block_tokens)
-    if not (step_tokens and len(tokens)):
+    block_tokens, start = layout.block_tokens, max(cached_tokens)
+    least = max(start, end_token - 1 - step_tokens)
+    lasts = np.arange(-(-(least + 1) // block_tokens) * block_tokens, end_token, block_tokens)
+    if not (step_tokens and len(lasts)):
         return None
-    first_s, last_s = _parts_s(first, cached_tokens[0], tokens, step_tokens)
-    own_s, _ = _parts_s(second, tokens, end_token, step_tokens)
     if undivided_s is None:
-        undivided_s = float(_parts_s(first, cached_tokens[0], end_token, step_tokens)[0])
-    handed_s = first[-2] + first[-1] * layout.token_bytes / layout.layer_count * tokens + MESSAGES_S
-    begun_s = np.maximum(first_s, first_s - last_s + own_s) + handed_s
-    best = int(begun_s.argmin())
-    late = undivided_s < _DIVIDED_MIN_S or begun_s[best] > (1.0 - gain) * undivided_s
-    return None if late else (int(tokens[best]), float(begun_s[best]))
+        undivided_s = float(_parts_s(times[0], cached_tokens[0], end_token, step_tokens)[0])
+    steps = -(-(end_token - start) // step_tokens)
+    best: tuple[tuple[int, ...], float] = (), math.inf
+    for count in {min(parts_max, max(2, one)) for one in (2, steps, steps + steps % 2)}:
+        # Equal parts, of which only the first may be longer than a step.
+        number = np.arange(1, count)[:, None]
+        equal = start + (lasts - start) * number // (count - 1)
+        longest = max(1, step_tokens // block_tokens) * block_tokens
+        ends = np.maximum(equal, lasts - (count - 1 - number) * longest)
+        ends = ends // block_tokens * block_tokens
+        begun_s = _in_turn_s(times, cached_tokens[0], (*ends, end_token), step_tokens, layout)
+        begun_s[np.diff(ends, axis=0, prepend=start).min(axis=0) <= 0] = np.inf
+        at = int(begun_s.argmin())
+        if begun_s[at] < best[1]:
+            best = tuple(map(int, ends[:, at])), float(begun_s[at])
+    late = undivided_s < DIVIDED_MIN_S or best[1] > (1.0 - gain) * undivided_s
+    return None if late else best
+
+
+def _in_turn_s(
+    times: tuple[_Column, _Column],
+    start: int,
+    ends: Sequence[int | Rows],
+    step_tokens: int,
+    layout: KvLayout,
+) -> Numbers:
+    """When two workers have computed the parts of a prompt from `start` on, see `best_parts`."""
+    ended_s, last_s = _parts_s(times[0], start, ends[0], step_tokens)
+    begun_s, free_s = ended_s - last_s, np.zeros_like(ended_s)
+    token_bytes = layout.token_bytes / layout.layer_count
+    for number, (sent_from, begin, end) in enumerate(zip((0, *ends), ends, ends[1:], strict=False)):
+        sender, worker = times[number % 2], times[1 - number % 2]
+        sent_s = sender[-2] + sender[-1] * token_bytes * (begin - sent_from) + MESSAGES_S
+        own_s, _ = _parts_s(worker, begin, end, step_tokens)
+        # A worker reserves blocks for the part before once it is free.
+        begun_s = np.maximum(begun_s, free_s) + sent_s
+        free_s, ended_s = ended_s, np.maximum(begun_s + own_s, ended_s + sent_s)
+    return ended_s
 
 
 def _parts_s(
@@ -378,7 +372,7 @@ def _parts_s(
     return all_s, tail_s
 
 
-def _alone_s(table: LoadTable, asked: Asked, row: int) -> float:
+def alone_s(table: LoadTable, asked: Asked, row: int) -> float:
     """How long a worker computes and sends what it lacks of the prompt, beside nothing else."""
     sent_s = table.times.steps[-1, row] * asked.missing[row]
     return float(_missing_s(table, asked)[row] + sent_s)

@@ -5,6 +5,7 @@ It chooses the cheapest of the fit workers: headrace_router.costs.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from headrace_common.errors import NoDecodeWorker
 from headrace_common.registry.adapters import Adapter
 from headrace_kv.layout import WorkerRef
 from headrace_router.costs import (
+    DIVIDED_MIN_S,
     NO_TARGETS,
     Asked,
     Candidates,
@@ -27,9 +29,10 @@ from headrace_router.costs import (
     CostsOfBoth,
     OtherDecision,
     TokenTargets,
+    alone_s,
+    best_parts,
     costs_of_both,
     costs_of_pools,
-    division,
 )
 from headrace_router.workers.table import Flags, LoadTable, Numbers, Worker
 
@@ -292,6 +295,38 @@ class KvAware(Placement):
         return int(self._random.choices(rows.tolist(), weights.tolist())[0])
 
 
+def division(
+    table: LoadTable, asked: Asked, costs: CostsOfBoth, row: int, gain: float
+) -> tuple[int, int, float] | None:
+    """The best division of a prompt that worker `row` answers, if its first token is that much earlier.
+
+    Returns the row of the worker that computes the first tokens, the token after them, and when the answer begins.
+    Worker `row` begins with the first layer of the other one's last step, and waits in each layer. So it must have no
+    answers, which would wait too, and the other one no prompts. Both have learned their times.
+    """
+    undivided_s = float(costs.first_s[row])
+    if table.requests[row] or row in table.times.with_prompts:
+        return None
+    computed_s = costs.computed_s.copy()
+    computed_s[[row, *table.times.with_prompts]] = np.inf
+    other = int(computed_s.argmin())
+    # Answers of the other one take a share of its time.
+    slower = max(1.0, computed_s[other] / max(DIVIDED_MIN_S, alone_s(table, asked, other)))
+    if not math.isfinite(slower):
+        return None
+    workers, cached_tokens = table.workers, asked.needed_tokens - asked.missing
+    found = best_parts(
+        (table.times.column(other) * slower, table.times.column(row)),
+        (int(cached_tokens[other]), int(cached_tokens[row])),
+        asked.needed_tokens + 1,
+        min(workers[row].step_tokens, workers[other].step_tokens),
+        workers[row].layout,
+        gain,
+        undivided_s=undivided_s,
+    )
+    return None if found is None else (other, found[0][0], found[1])
+
+
 def _divided(
     decision: Decision, request: PlacementRequest, table: LoadTable, asked: Asked, costs: Costs
 ) -> Decision:
@@ -302,18 +337,19 @@ def _divided(
     found = division(table, asked, costs, table.workers.index(decision.worker), gain)
     if found is None:
         return decision
-    prefill = table.workers[found.prefill_row].ref
-    cached = asked.needed_tokens - int(asked.missing[found.prefill_row])
+    other, token, first_s = found
+    prefill = table.workers[other].ref
+    cached = asked.needed_tokens - int(asked.missing[other])
     return replace(
         decision,
         remote=True,
-        why=f"{decision.why}; beside {prefill.worker_id}, which computes up to token {found.token}",
+        why=f"{decision.why}; beside {prefill.worker_id}, which computes up to token {token}",
         missing_tokens=asked.needed_tokens - cached,
         cached_tokens=cached,
         prefill=prefill,
-        first_s=found.first_s,
+        first_s=first_s,
         others=(),
-        computes_from=found.token,
+        computes_from=token,
     )
 
 

@@ -76,6 +76,7 @@ class FetchingWorkers(Generic[EngineT]):
     rule: FetchRule
     router: RouterKey
     prefill_receiver: Receiver
+    decode_receiver: Receiver
     decode_endpoint: str
     end_streams_to_prefill: Callable[[], Awaitable[None]]
     """As the end of the decode worker does."""
@@ -342,7 +343,7 @@ async def serve(
         prefixes=fetcher,
     )
     return kind(
-        *(prefill, decode, worker, fetcher, rule, router, receivers[prefill]),
+        *(prefill, decode, worker, fetcher, rule, router, receivers[prefill], receivers[decode]),
         *(endpoints[DECODE], partial(prefill_server.stop, None), records, refusals, known),
         prefill_endpoint=endpoints[PREFILL],
     )

@@ -16,7 +16,7 @@ from headrace_engine.sim.model.model import SimModel
 from headrace_engine.sim.model.settings import parse_settings
 from headrace_engine.worker.metrics import WorkerMetrics
 from headrace_router import placement as placement_module
-from headrace_router.costs import Asked, Costs, Division
+from headrace_router.costs import Asked, Costs
 from headrace_router.workers.table import LoadTable, TimeColumns
 from tests.channels import operator_channel
 from tests.component.worker.serving import MODEL, Workers, end_ns, lose_layers, running, start_ns
@@ -120,8 +120,10 @@ DIVIDED_AT = 320
 def dividing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first attempt of each prompt is divided, whatever workers have learned."""
 
-    def division(table: LoadTable, asked: Asked, costs: Costs, row: int, gain: float) -> Division:
-        return Division(1 - row, DIVIDED_AT, 0.1)
+    def division(
+        table: LoadTable, asked: Asked, costs: Costs, row: int, gain: float
+    ) -> tuple[int, int, float]:
+        return 1 - row, DIVIDED_AT, 0.1
 
     monkeypatch.setattr(placement_module, "division", division)
     monkeypatch.setattr(TimeColumns, "all_known", lambda columns, usable: True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -18,7 +20,8 @@ from tests.waiting import until
 
 LAYERS = 4
 DIVIDED = f"{MODEL},layers={LAYERS},prefill_s_per_token=0.001,decode_step_s=0.002"
-DIVIDED_AT = 320
+ENDS = (192, 320, 480)
+"""Of the parts of a prompt but the last one."""
 POOLS: dict[WorkerRole, int] = {"prefill": 2, "decode": 1}
 FIRST, SECOND = "prefill-0", "prefill-1"
 BY_DECODE = first_token_pb2.FIRST_TOKEN_POLICY_DECODE
@@ -31,10 +34,11 @@ def dividing(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def division(group: QueueGroup, queued: QueuedTask, gain: float) -> Any:
         streams = {ref.worker_id: one for ref, one in group.worker_streams.items()}
-        first, second = streams.get(FIRST), streams.get(SECOND)
-        if first is None or second is None or not (first.may_divide and second.may_divide):
+        pair = [streams.get(FIRST), streams.get(SECOND)]
+        if not all(one is not None and one.may_divide for one in pair):
             return None
-        return first, second, DIVIDED_AT
+        ends = [end for end in ENDS if end < queued.tokens]
+        return list(zip(itertools.cycle(pair), (*ends, queued.tokens), strict=False))
 
     monkeypatch.setattr(QueueGroup, "division", division)
 
@@ -50,44 +54,54 @@ async def divided(workers: Workers, length: int, name: str = "") -> str:
 
 
 @pytest.mark.parametrize("first_token", [BY_DECODE, BY_PREFILL])
-async def test_two_prefill_workers_compute_one_prompt(
+async def test_two_prefill_workers_compute_one_prompt_in_turn(
     first_token: first_token_pb2.FirstTokenPolicy.ValueType,
 ) -> None:
     async with running(DIVIDED, roles=POOLS, prefix_fetch_gain=0) as workers:
         workers.rig.policy.first_token = first_token
-        for length in (DIVIDED_AT + 2, 500, 700):
-            assert await divided(workers, length, f"r{length}") == SECOND
-        spans = (await workers.rig.trace_of("r700")).spans
-        computing = {
-            one.attributes["headrace.tokens"]: one
-            for one in spans
-            if one.name == "headrace.prefill.compute"
-        }
-        first, second = computing[str(DIVIDED_AT)], computing[str(700 - DIVIDED_AT)]
-        # Both compute at the same time.
-        assert start_ns(first) < start_ns(second) < end_ns(first) < end_ns(second)
-        links = {
-            one.attributes["headrace.decode.worker_id"]: one
-            for one in spans
-            if one.name == "headrace.transfer.link"
-        }
-        # The second worker waited for these layers.
-        assert start_ns(second) < end_ns(links[SECOND]) < end_ns(second)
-        assert links.keys() == {SECOND, "decode"}
+        for length, last in ((ENDS[0] + 2, SECOND), (400, FIRST), (700, SECOND)):
+            assert await divided(workers, length, f"r{length}") == last
+        trace = await workers.rig.trace_of("r700")
+        computing = [one for one in trace.spans if one.name == "headrace.prefill.compute"]
+        computing.sort(key=start_ns)
+        sizes = [end - start for start, end in pairwise((0, *ENDS, 700))]
+        assert [one.attributes["headrace.tokens"] for one in computing] == list(map(str, sizes))
+        # Each computes while the part before is computed, and then waits for its last layers.
+        for before, one in pairwise(computing):
+            assert start_ns(before) < start_ns(one) < end_ns(before) < end_ns(one)
+        links = [one for one in trace.spans if one.name == "headrace.transfer.link"]
+        links.sort(key=end_ns)
+        receivers = [one.attributes["headrace.decode.worker_id"] for one in links]
+        assert receivers == [SECOND, FIRST, SECOND, "decode"]
+        for link, one in zip(links, computing[1:], strict=False):
+            assert start_ns(one) < end_ns(link) < end_ns(one)
+        # No worker waits for a batch before its part.
+        root = next(one for one in trace.spans if not one.parent_span_id)
+        computed_us = (end_ns(computing[-1]) - start_ns(computing[0])) / 1e3
+        assert float(root.attributes["headrace.latency.prefill_us"]) > 0.9 * computed_us
+        # A part is sent once: its receiver has those before.
+        sent_bytes = [int(one.attributes["headrace.payload_bytes"]) for one in links]
+        assert [one * 700 // sent_bytes[-1] for one in sent_bytes[:-1]] == sizes[:-1]
+
+
+PARTS = len(ENDS) + 1
+
+
+def part_of(transfer_id: str) -> int:
+    """The number of a part of a prompt of 700 tokens, by the transfer of its task."""
+    return PARTS - 1 - transfer_id.count(".prefix")
 
 
 @pytest.mark.parametrize("layer", range(LAYERS))
-@pytest.mark.parametrize(
-    ("lost", "silent"), [(FIRST, False), (FIRST, True), (SECOND, False)], ids=str
-)
-async def test_the_loss_of_a_worker_at_each_layer_costs_time_only(
-    layer: int, lost: str, silent: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("silent", [False, True], ids=["stopped", "late"])
+@pytest.mark.parametrize("part", range(PARTS))
+async def test_the_loss_of_a_worker_at_each_layer_of_each_part_costs_time_only(
+    part: int, silent: bool, layer: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if silent and part == PARTS - 1:
+        pytest.skip("decode waits for the last part, as for every hand-over")
     names = lose_layers(
-        monkeypatch,
-        layer,
-        silent=silent,
-        chosen=lambda name: name.endswith(".prefix") == (lost == FIRST),
+        monkeypatch, layer, silent=silent, chosen=lambda name: part_of(name) == part
     )
     monkeypatch.setattr(prefix_fetch, "late_layers_s", lambda times, tokens: 0.5)
     async with running(DIVIDED, roles=POOLS, prefix_fetch_gain=0) as workers:
@@ -96,17 +110,16 @@ async def test_the_loss_of_a_worker_at_each_layer_costs_time_only(
         assert names
 
 
-@pytest.mark.parametrize("lost", [FIRST, SECOND])
-async def test_a_killed_worker_costs_time_only(lost: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("part", range(PARTS))
+async def test_a_killed_worker_costs_time_only(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
     killing = list[str]()
+    lost = (FIRST, SECOND)[part % 2]
     async with running(DIVIDED, roles=POOLS, prefix_fetch_gain=0) as workers:
         written = StepExecutor.layer_written
 
         def kill(executor: StepExecutor, number: int) -> None:
             written(executor, number)
-            is_lost = any(
-                one.transfer_id.endswith(".prefix") == (lost == FIRST) for one in executor._computed
-            )
+            is_lost = any(part_of(one.transfer_id) == part for one in executor._computed)
             if is_lost and number == 1 and not killing:
                 killing.append(lost)
                 workers.serving[lost].cancel()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 import time
 from collections.abc import Callable, Collection
@@ -13,7 +14,7 @@ from sortedcontainers import SortedDict
 from headrace_common.callers.priority import Priority
 from headrace_common.time_model.model import TimeModel, mean_model
 from headrace_kv.layout import KvLayout, WorkerRef
-from headrace_router.costs import best_part
+from headrace_router.costs import best_parts
 from headrace_router.prefill_queue.task import QueuedTask, TaskOrder
 from headrace_router.prefill_queue.waiting import GroupTasks
 from headrace_router.prefill_queue.worker_stream import PrefillWorkerStream, WorkersWithCredits
@@ -21,6 +22,8 @@ from headrace_router.workers.table import time_values
 
 _MEAN_AGE_S: Final = 0.5
 _PRICED_TOKENS: Final = 512
+# Each part is a task of its own, with all tokens before it.
+_PARTS_MAX: Final = 16
 _NO_TASKS: Final[SortedDict[TaskOrder, QueuedTask]] = SortedDict()
 
 
@@ -333,16 +336,21 @@ class QueueGroup:
             self._send(queued, stream, now_s)
             self._with_credits.update(stream)
 
+    def send(self, queued: QueuedTask, stream: PrefillWorkerStream) -> None:
+        """Sends a task that is not added to a worker with credits."""
+        self._send(queued, stream, time.monotonic())
+        self._with_credits.update(stream)
+
     def _send(self, queued: QueuedTask, stream: PrefillWorkerStream, now_s: float) -> None:
         stream.send_task(queued, now_s)
         self.tasks.handed_out(queued)
 
     def division(
         self, queued: QueuedTask, gain: float
-    ) -> tuple[PrefillWorkerStream, PrefillWorkerStream, int] | None:
-        """Two idle workers that compute a new task earlier than one, at least by the share `gain` of its time.
+    ) -> list[tuple[PrefillWorkerStream, int]] | None:
+        """Two idle workers that compute a new task in turn, earlier than one, at least by the share `gain` of its time.
 
-        The second one computes from the token on.
+        Each part has its worker and its end.
         """
         first = self._with_credits.best_for(queued, restricted=False)
         fit = (one for one in self.worker_streams.values() if one.ref not in queued.avoid)
@@ -350,19 +358,22 @@ class QueueGroup:
         others = [one for one in fit if one.may_divide and one is not first]
         if first is None or not first.may_divide or not others:
             return None
-        second = min(others, key=lambda one: far(one.ref))
-        one, other = self.times.of(first.ref), self.times.of(second.ref)
+        pair = first, min(others, key=lambda one: far(one.ref))
+        one, other = (self.times.of(stream.ref) for stream in pair)
         if one is None or other is None:
             return None
-        found = best_part(
+        found = best_parts(
             (time_values(one.steps, one.handovers), time_values(other.steps, other.handovers)),
-            (queued.cached_tokens(first.ref), queued.cached_tokens(second.ref)),
+            (queued.cached_tokens(pair[0].ref), queued.cached_tokens(pair[1].ref)),
             queued.tokens,
-            min(one.member.max_num_batched_tokens for one in (first, second)),
-            second.layout,
+            min(one.member.max_num_batched_tokens for one in pair),
+            pair[1].layout,
             gain,
+            parts_max=min(_PARTS_MAX, 2 * min(one.credits for one in pair)),
         )
-        return None if found is None else (first, second, found[0])
+        if found is None:
+            return None
+        return list(zip(itertools.cycle(pair), (*found[0], queued.tokens), strict=False))
 
     def _workers_worth_waiting_for(
         self, queued: QueuedTask, stream: PrefillWorkerStream, now_s: float

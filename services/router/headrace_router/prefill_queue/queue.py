@@ -14,7 +14,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Final
@@ -186,22 +186,14 @@ class PrefillQueue:
         group.exclude_unfit_workers(queued)
         if not group.has_eligible_worker(queued):
             raise _no_eligible_worker(task.transfer_id)
-        if terms.divide_gain and (parts := group.division(queued, terms.divide_gain)):
-            first, second, token = parts
-            part, message = queued.part_task(token), queued.task.first_part
-            part.decode_worker_id = second.ref.worker_id
-            part.decode_incarnation = second.ref.incarnation
-            part.decode_endpoint = second.member.endpoint
-            message.worker_id, message.incarnation = first.ref.worker_id, first.ref.incarnation
-            message.handoff_ticket, message.end_token = first.ticket(part), token
-            own = replace(terms, planned=first.ref, returns_max=0)
-            other = QueuedTask(part, group.layout, own, next(self._numbers), self.cancel)
-            other.end_on_failure(partial(second.send_cancel, part.transfer_id))
-            queued.divide(other, second.ref)
         queued.joined_queue(group.tasks.before(queued))
-        group.add(queued)
-        if queued.part is not None:
-            group.add(queued.part)
+        if terms.divide_gain and (parts := group.division(queued, terms.divide_gain)):
+            for one, stream in _divided(
+                queued, parts, replace(terms, returns_max=0), self._numbers
+            ):
+                group.send(one, stream)
+        else:
+            group.add(queued)
         return queued
 
     def add_worker(
@@ -378,6 +370,30 @@ def _extra_tokens(
         far_weight(prefill) * tokens
         + times.handover_tokens(prefill, payload_bytes, decode.worker_id, now_s)
     )
+
+
+def _divided(
+    queued: QueuedTask,
+    parts: Sequence[tuple[PrefillWorkerStream, int]],
+    terms: TaskTerms,
+    numbers: Iterator[int],
+) -> list[tuple[QueuedTask, PrefillWorkerStream]]:
+    """A task, and one for each part before its own, which hands over to the worker of the next. As they are sent."""
+    receiver, _ = parts[-1]
+    tasks = [(queued, receiver)]
+    for stream, token in reversed(parts[:-1]):
+        task, message = queued.part_task(token), queued.task.first_part
+        task.decode_worker_id = receiver.ref.worker_id
+        task.decode_incarnation = receiver.ref.incarnation
+        task.decode_endpoint = receiver.member.endpoint
+        message.worker_id, message.incarnation = stream.ref.worker_id, stream.ref.incarnation
+        message.handoff_ticket, message.end_token = stream.ticket(task), token
+        part = queued.divide(task, receiver.ref, terms, next(numbers))
+        part.end_on_failure(partial(receiver.send_cancel, task.transfer_id))
+        queued, receiver = part, stream
+        tasks.insert(0, (part, stream))
+    # The second worker expects the first part before it is sent.
+    return [tasks[1], tasks[0], *tasks[2:]]
 
 
 def _fail(stranded: Iterable[QueuedTask]) -> None:

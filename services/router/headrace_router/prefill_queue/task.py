@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
@@ -118,13 +118,13 @@ class QueuedTask:
         self.pulled_s = 0.0
         self.has_started = False
         """Whether the worker may have opened the transfer."""
-        self._on_late_report: Callable[[prefill_pb2.TaskDone], None] = lambda done: None
+        self._on_report: Callable[[prefill_pb2.TaskDone], None] = lambda done: None
         self.may_wait = bool(terms.cached) and terms.planned is None
         """Whether the task may still wait for a worker that has its prefix."""
         self.worker: WorkerRef | None = None
         self.part: QueuedTask | None = None
-        """The task of another worker that computes the first tokens at the same time."""
-        self._on_failed: Callable[[], None] = lambda: None
+        """The task of another worker that computes the tokens before its own at the same time."""
+        self._on_failed: tuple[Callable[[], None], ...] = ()
         loop = asyncio.get_running_loop()
         self.outcome: asyncio.Future[TaskOutcome] = loop.create_future()
         self.first_token: asyncio.Future[prefill_pb2.FirstToken] = loop.create_future()
@@ -175,9 +175,9 @@ class QueuedTask:
         message.task.remaining.CopyFrom(duration_from_seconds(self._deadline.remaining_s()))
         return message
 
-    def report_late(self, on_report: Callable[[prefill_pb2.TaskDone], None]) -> None:
-        """`on_report` gets the worker's report of the task if it was given up before."""
-        self._on_late_report = on_report
+    def report_end(self, on_report: Callable[[prefill_pb2.TaskDone], None]) -> None:
+        """`on_report` gets the worker's report at the end of the task, also if it was given up before."""
+        self._on_report = on_report
 
     def joined_queue(self, tasks_ahead: int) -> None:
         """The task joined the queue behind `tasks_ahead` others."""
@@ -218,15 +218,26 @@ class QueuedTask:
         task.token_ids.extend(self._token_ids.ids[:end_token])
         return task
 
+    @property
+    def parts(self) -> Iterator[QueuedTask]:
+        """The tasks that compute its first tokens, latest tokens first."""
+        part = self.part
+        while part is not None:
+            yield part
+            part = part.part
+
     def end_on_failure(self, stop: Callable[[], None]) -> None:
         """`stop` is called if the task fails: it ends the work of another worker for it."""
-        self._on_failed = stop
+        self._on_failed += (stop,)
 
-    def divide(self, part: QueuedTask, second: WorkerRef) -> None:
-        """Another worker computes the tokens of `part`, and `second` the others beside it."""
-        self.part, self.planned, self.may_wait = part, second, False
-        self.cached = {second: part.tokens}
-        self.end_on_failure(part.cancel)
+    def divide(
+        self, task: prefill_pb2.PrefillTask, ref: WorkerRef, terms: TaskTerms, number: int
+    ) -> QueuedTask:
+        """Another worker computes the tokens of `task`, which is returned, and this one the others beside it."""
+        self.part = QueuedTask(task, self.group_key, terms, number, self._cancel)
+        self.cached, self.may_wait = {ref: self.part.tokens}, False
+        self.end_on_failure(self.part.cancel)
+        return self.part
 
     def returned_from(self, ref: WorkerRef) -> None:
         """The worker returned the task unopened. The task goes to the front, and never to that worker again."""
@@ -235,20 +246,24 @@ class QueuedTask:
         self.order = (_AT_FRONT, *self.order[1:])
         self.worker = None
         self.pulled_ns = 0
-        self._on_failed()
-        self.end_on_failure(lambda: None)
+        self._failed()
         self.part = None
         self.task.ClearField("first_part")
 
     def end(self, error: HeadraceError | None, done: prefill_pb2.TaskDone | None = None) -> None:
         """Settles the outcome. Only the first call counts, and the report of a task that was given up."""
+        self.ended_ns = time.monotonic_ns()
         if not self.outcome.done():
-            self.ended_ns = time.monotonic_ns()
             self.outcome.set_result(TaskOutcome(error, done))
             if error is not None:
-                self._on_failed()
-        elif done is not None:
-            self._on_late_report(done)
+                self._failed()
+        if done is not None:
+            self._on_report(done)
+
+    def _failed(self) -> None:
+        stops, self._on_failed = self._on_failed, ()
+        for stop in stops:
+            stop()
 
     def cancel(self) -> None:
         """Removes the task from the queue, or asks its worker to stop. Ends it with WorkerGone."""

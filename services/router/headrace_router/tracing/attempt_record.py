@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final, NamedTuple, TypeAlias
 
 from opentelemetry.sdk.trace import ReadableSpan
@@ -32,7 +33,7 @@ from headrace_frontend.running.record import AttemptRecord, Attributes, RequestR
 from headrace_router.costs import OtherDecision
 from headrace_router.decode_link.answer import LinkedAnswer
 from headrace_router.placement import Decision, candidate_text
-from headrace_router.prefill_queue.task import QueuedTask, TaskOutcome
+from headrace_router.prefill_queue.task import QueuedTask
 from headrace_router.tracing.prefill_task import PrefillTaskRecord, task_spans
 
 _WORKERS_MAX: Final = 4_096
@@ -116,8 +117,8 @@ class RoutedAttempt(AttemptRecord):
     priority: str = ""
     done: prefill_pb2.TaskDone | None = None
     """What the prefill worker has reported at its end."""
-    part: PrefillTaskRecord | None = None
-    """The first tokens, where another prefill worker computed them."""
+    parts: list[PrefillTaskRecord] = field(default_factory=list)
+    """The tokens before those of its task, where other tasks computed them."""
     _start_ns: int = field(default=0, init=False)
     _answer: LinkedAnswer | None = field(default=None, init=False)
     _queued: QueuedTask | None = field(default=None, init=False)
@@ -159,22 +160,23 @@ class RoutedAttempt(AttemptRecord):
     def enqueued(self, task: QueuedTask) -> None:
         """The prompt is in the prefill queue."""
 
-        def part_ended(outcome: asyncio.Future[TaskOutcome]) -> None:
-            part, done = task.part, outcome.result().done
-            if part is not None and part.worker is not None and done is not None:
+        def part_ended(part: QueuedTask, done: prefill_pb2.TaskDone) -> None:
+            if part.worker is not None:
                 worker_id, to = part.worker.worker_id, part.decode.worker_id
-                steps = self._steps_of(part, worker_id, done)
-                self.part = PrefillTaskRecord(worker_id, to, done, steps, part.tokens)
+                steps, start = self._steps_of(part, worker_id, done), part.task.first_part.end_token
+                self.parts.append(PrefillTaskRecord(worker_id, to, done, steps, start, part.tokens))
+                if not start and steps is not None:
+                    self.parts_start = steps.compute_start
                 self.charge_late(done.receipt)
 
-        def reported_late(done: prefill_pb2.TaskDone) -> None:
+        def ended(done: prefill_pb2.TaskDone) -> None:
             self.done = self.done or done
             self.charge_late(done.receipt)
 
         self._queued, self.outcome = task, task.outcome
-        task.report_late(reported_late)
-        if task.part is not None:
-            task.part.outcome.add_done_callback(part_ended)
+        task.report_end(ended)
+        for part in task.parts:
+            part.report_end(partial(part_ended, part))
 
     def failed(self, error: HeadraceError) -> None:
         """The attempt has failed."""
@@ -213,7 +215,7 @@ class RoutedAttempt(AttemptRecord):
         queued, done = self._queued, self.done
         if done is None and queued is not None and queued.outcome.done():
             done = queued.outcome.result().done
-        tasks = [] if self.part is None else [self.part[:3]]
+        tasks = [one[:3] for one in self.parts]
         decode = self.worker_id("decode")
         if done is not None:
             tasks.append((self.prefill_worker_id, decode, done))
@@ -376,15 +378,16 @@ class RoutedAttempt(AttemptRecord):
     def _prefill_spans(
         self, request: RequestRecord, maker: SpanMaker, parent: SpanContext, decision: Decision
     ) -> Iterator[ReadableSpan]:
-        part, tokens = self.part, request.prompt_tokens + self.generated_tokens
+        tokens = request.prompt_tokens + self.generated_tokens
         own = PrefillTaskRecord(
             self.prefill_worker_id,
             decision.worker.ref.worker_id,
             self.done or prefill_pb2.TaskDone(),
             self.prefill,
-            decision.computes_from or (tokens if part is None else tokens - part.tokens),
+            max((one.end_token for one in self.parts), default=0),
+            decision.computes_from or tokens,
         )
-        for task in (own,) if part is None else (part, own):
+        for task in (*self.parts, own):
             yield from task_spans(task, maker, parent, _ids(self, request))
 
     def _attributes(self, request: RequestRecord, decision: Decision) -> Attributes:

@@ -16,13 +16,17 @@ from headrace_frontend.running.record import Attributes
 
 
 class PrefillTaskRecord(NamedTuple):
-    """A prefill task, as its worker has reported it. Its KV went to worker `destination`."""
+    """A prefill task, as its worker has reported it. Its KV went to worker `destination`.
+
+    It computed tokens [start_token, end_token) without the cached ones.
+    """
 
     worker_id: str
     destination: str
     done: prefill_pb2.TaskDone
     steps: PrefillSteps | None
-    tokens: int
+    start_token: int
+    end_token: int
 
 
 def task_spans(
@@ -48,7 +52,8 @@ def task_spans(
     yield own
     if prefill.compute_start is not None and prefill.compute_end is not None:
         times = (prefill.compute_start, prefill.compute_end)
-        counts = {**cached, schema.ATTRIBUTE_TOKENS: task.tokens - done.cached_tokens}
+        tokens = task.end_token - max(task.start_token, done.cached_tokens)
+        counts = {**cached, schema.ATTRIBUTE_TOKENS: tokens}
         yield maker.of_steps(schema.SPAN_PREFILL_COMPUTE, own.context, times, counts)
     if done.HasField("last_link"):
         link = done.last_link

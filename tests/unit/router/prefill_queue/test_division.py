@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -25,10 +26,10 @@ TIMES = TimeModel(
 
 
 def pair(
-    step_tokens: int = 8_192, *, beside: bool = True, times: TimeModel = TIMES
+    step_tokens: int = 8_192, *, beside: bool = True, times: TimeModel = TIMES, credit: int = 2
 ) -> tuple[PrefillQueue, list[PrefillWorkerStream]]:
     """A queue with two workers, which have learned `times`."""
-    queue, streams = pulling(2, 2)
+    queue, streams = pulling(credit, credit)
     queue.workers.update(
         registry_pb2.Member(
             worker_id=one.ref.worker_id,
@@ -55,32 +56,65 @@ def part_of(queued: QueuedTask) -> int:
 
 
 @pytest.mark.parametrize(
-    ("step_tokens", "token"), [(1_024, 0), (2_048, 6_000), (4_096, 4_000), (8_192, 4_000)]
+    ("step_tokens", "credit", "ends"),
+    [
+        (8_192, 4, [4_000]),
+        (4_096, 4, [4_000]),
+        (2_048, 4, [2_000, 4_000, 6_000]),
+        (2_048, 2, [2_000, 4_000, 6_000]),
+        # No more parts than credits. The first one takes what is left.
+        (2_048, 1, [6_000]),
+        (1_024, 2, [4_928, 5_952, 6_976]),
+        (1_024, 1, []),
+    ],
 )
-async def test_a_long_prompt_is_divided_where_one_step_of_both_is_enough_of_it(
-    step_tokens: int, token: int
+async def test_two_workers_compute_the_steps_of_a_long_prompt_in_turn(
+    step_tokens: int, credit: int, ends: list[int]
 ) -> None:
-    queue, (first, second) = pair(step_tokens)
+    queue, (first, second) = pair(step_tokens, credit=credit)
     queued = add_long(queue)
-    assert part_of(queued) == pytest.approx(token, abs=200)
-    assert part_of(queued) % LAYOUT.block_tokens == 0
-    if not token:
+    parts = [*reversed([one.tokens for one in queued.parts])]
+    assert parts == pytest.approx(ends, abs=200)
+    assert not any(one % LAYOUT.block_tokens for one in parts)
+    if not ends:
         return
-    # Each has a slot of the one, and nothing else.
-    assert {first.credits, second.credits} == {1}
-    assert queued.part is not None
-    tasks = {one.ref: one.outbox.get_nowait().task for one in (first, second)}
-    assert queued.worker is not None
-    assert queued.part.worker is not None
-    own, part = tasks[queued.worker], tasks[queued.part.worker]
-    assert (own.transfer_id, part.transfer_id) == ("x", "x.prefix")
-    assert (len(own.token_ids), len(part.token_ids)) == (LONG, part_of(queued))
-    assert own.first_part == prefill_pb2.FirstPart(
-        worker_id=queued.part.worker.worker_id, incarnation="i0", end_token=part_of(queued)
-    )
-    receiver = WorkerRef(part.decode_worker_id, part.decode_incarnation)
-    assert (receiver, part.decode_endpoint) == (queued.worker, f"{receiver.worker_id}:1")
-    assert not part.HasField("first_part")
+    assert all(end - start <= step_tokens for start, end in pairwise((*parts, LONG)))
+    assert {first.credits, second.credits} == {credit - (len(ends) + 1) // 2}
+    tasks = {one.transfer_id: (one, by) for by in (first, second) for one in sent_tasks(by)}
+    name, receiver = "x", None
+    # Each receives the KV of the one before, by the ticket of that one.
+    for end in (LONG, *reversed(parts)):
+        task, by = tasks.pop(name)
+        assert len(task.token_ids) == end
+        if receiver is not None:
+            assert (task.decode_worker_id, task.decode_endpoint) == (
+                receiver.ref.worker_id,
+                f"{receiver.ref.worker_id}:1",
+            )
+            assert by is not receiver
+        receiver, name = by, f"{name}.prefix"
+        if name in tasks:
+            before, sender = tasks[name]
+            assert task.first_part == prefill_pb2.FirstPart(
+                worker_id=sender.ref.worker_id, incarnation="i0", end_token=len(before.token_ids)
+            )
+        else:
+            assert not task.HasField("first_part")
+    assert not tasks
+
+
+async def test_parts_in_turn_gain_what_two_parts_do_not() -> None:
+    for credit, parts in ((4, 3), (1, 0)):
+        queue, _ = pair(2_048, credit=credit)
+        assert len([*add_long(queue, divide_gain=0.38).parts]) == parts
+
+
+def sent_tasks(stream: PrefillWorkerStream) -> list[prefill_pb2.PrefillTask]:
+    """The tasks that a worker is sent."""
+    found = []
+    while not stream.outbox.empty():
+        found.append(stream.outbox.get_nowait().task)
+    return found
 
 
 @pytest.mark.parametrize(
@@ -106,25 +140,30 @@ async def test_a_prompt_is_divided_only_between_idle_workers() -> None:
 
 
 async def test_what_a_worker_has_cached_moves_the_division() -> None:
-    queue, (first, _) = pair()
+    queue, (first, _) = pair(1_024)
     queued = add_long(queue, cached={first.ref: 4_000})
-    assert part_of(queued) == pytest.approx(6_000, abs=300)
-    assert queued.part is not None
-    assert queued.part.worker == first.ref
+    assert [one.tokens for one in queued.parts] == pytest.approx([7_000, 6_000, 5_000], abs=50)
+    assert [one.worker == first.ref for one in queued.parts] == [True, False, True]
 
 
-async def test_the_failure_of_one_worker_ends_the_work_of_the_other() -> None:
-    for fails in ("x", "x.prefix"):
-        queue, streams = pair()
+async def test_a_failed_part_ends_those_before_and_the_next_worker_computes_its_tokens() -> None:
+    names = ["x.prefix.prefix.prefix", "x.prefix.prefix", "x.prefix", "x"]
+    for number, fails in enumerate(names):
+        queue, streams = pair(2_048)
         queued = add_long(queue)
         by = {name: one for one in streams for name in sent(one)}
-        other = ({"x", "x.prefix"} - {fails}).pop()
-        stream = by[fails]
-        queue.task_started(stream, fails)
-        queue.task_ended(stream, prefill_pb2.TaskDone(transfer_id=fails, reason="INTERNAL"))
+        assert by.keys() == set(names)
+        queue.task_started(by[fails], fails)
+        queue.task_ended(by[fails], prefill_pb2.TaskDone(transfer_id=fails, reason="INTERNAL"))
         await asyncio.sleep(0)
-        # The second worker gets no first part, and goes on. The first one has to stop.
-        assert sent(by[other]) == ["cancel x.prefix"]
+        cancelled = [(one, name) for one in streams for name in sent(one)]
+        # The workers of parts before have to stop, and those of the next parts get no KV of them.
+        expected = [(by[name], f"cancel {name}") for name in names[:number]]
+        expected += [(by[after], f"cancel {name}") for name, after in pairwise(names[: number + 2])]
+        assert sorted(cancelled, key=str) == sorted(expected, key=str)
+        # All others go on.
+        ended = {one.task.transfer_id for one in queued.parts if one.outcome.done()}
+        assert ended == set(names[: number + 1]) - {"x"}
         assert queued.outcome.done() == (fails == "x")
 
 
