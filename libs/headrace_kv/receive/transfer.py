@@ -53,7 +53,8 @@ NEXT_STATES: Final[dict[TransferState, frozenset[TransferState]]] = {
     _S.DRAINING: frozenset({_S.FREE}),
     _S.FREE: frozenset(),
 }
-ACTIVE_STATES: Final = frozenset({_S.RESERVED, _S.OPEN, _S.RECEIVING})
+# A set would call the enumeration's hash for each look.
+ACTIVE_STATES: Final = (_S.RESERVED, _S.OPEN, _S.RECEIVING)
 
 
 class StateMachine:
@@ -80,7 +81,7 @@ class StateMachine:
                     "to": state.value,
                 },
             )
-        _log.debug("transfer %s: %s -> %s", self._transfer_id, self.state.value, state.value)
+        _log.debug("transfer %s: %s -> %s", self._transfer_id, self.state, state)
         self.state = state
         self._transitions.append((state, self._unix_ns()))
 
