@@ -39,6 +39,7 @@ from headrace_engine.interface import (
     PrefillWork,
     Recompute,
     Released,
+    Sampling,
     TransferEvent,
 )
 from headrace_engine.prefix_events import PrefixEventPublisher
@@ -254,7 +255,7 @@ class SimEngine(Engine):
         self.require_adapter(work.adapter)
         self._open_senders()
         outgoing = SenderReports(work.target, len(self._ranks), self._ranks.stop)
-        work = self._seeded(work)
+        work = self._seeded(work, work.sampling)
         block_tokens = self._shape.block_tokens
         sequence = Prompt(work, outgoing, on_first_token, self.model, block_tokens)
         self._requests.submit(sequence, QueueFull)
@@ -293,7 +294,7 @@ class SimEngine(Engine):
             return tiers.keep(answer.transfer_id, answer.computed, terms) if terms else None
 
         sequence = Answer(
-            self._seeded(work),
+            self._seeded(work, work.sampling),
             self.model,
             self.max_model_len,
             self._shape.block_tokens,
@@ -327,12 +328,10 @@ class SimEngine(Engine):
         self.adapters = tuple({*self.adapters, adapter})
         return adapter
 
-    def _seeded(self, work: Work) -> Work:
-        sampling = work.sampling
+    def _seeded(self, work: Work, sampling: Sampling | None) -> Work:
         if sampling is None or sampling.seed is not None or not sampling.temperature > 0:
             return work
-        seeded = replace(sampling, seed=self._random.getrandbits(63))
-        return replace(work, sampling=seeded)
+        return replace(work, sampling=replace(sampling, seed=self._random.getrandbits(63)))
 
     def transfer_event(self, event: TransferEvent) -> None:
         planner = self._requests.planner
