@@ -236,7 +236,7 @@ def _cut(source: Region, destination: Region, span: BlockSpan) -> Segments:
         source_tokens,
         _pick(span.destination_blocks, destination_index, "destination"),
         destination_tokens,
-        np.diff(cuts),
+        cuts[1:] - starts,
     )
 
 

@@ -50,7 +50,7 @@ async def beside(
             if layer_count == fails_after:
                 pair.receiver.cancel(work.transfer_id, Cancelled.reason, "the test fails it")
 
-        transfer.notify_layers(layers_arrived)
+        transfer.notify(layers_arrived)
         task = PrefillWork(tuple(prompt[:computes_from]), pair.target(reservation))
         prefill = asyncio.create_task(pair.prefill.prefill(task))
         if fails_after:

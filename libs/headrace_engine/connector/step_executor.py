@@ -230,7 +230,7 @@ class StepExecutor:
         Near the longest context, vLLM drafts nothing. Then the draft's layers are sent as they are.
         """
         ready_ns = time.monotonic_ns()
-        for layer, kind in self._layers.items():
+        for layer, kind in self._layers.items() if self._computed else ():
             if not kind.is_state:
                 self.layer_written(layer)
             else:

@@ -76,6 +76,7 @@ if TYPE_CHECKING:
     from headrace_kv.transport.guard import Networks
 
 Argument = TypeVar("Argument")
+Work = TypeVar("Work", PrefillWork, DecodeWork)
 
 _logger = logging.getLogger(__name__)
 _SENDERS_CLOSE_S = 40.0
@@ -254,8 +255,7 @@ class SimEngine(Engine):
         self.require_adapter(work.adapter)
         self._open_senders()
         outgoing = SenderReports(work.target, len(self._ranks), self._ranks.stop)
-        if work.sampling is not None:
-            work = replace(work, sampling=self._seeded(work.sampling))
+        work = self._seeded(work, work.sampling)
         block_tokens = self._shape.block_tokens
         sequence = Prompt(work, outgoing, on_first_token, self.model, block_tokens)
         self._requests.submit(sequence, QueueFull)
@@ -294,7 +294,7 @@ class SimEngine(Engine):
             return tiers.keep(answer.transfer_id, answer.computed, terms) if terms else None
 
         sequence = Answer(
-            replace(work, sampling=self._seeded(work.sampling)),
+            self._seeded(work, work.sampling),
             self.model,
             self.max_model_len,
             self._shape.block_tokens,
@@ -328,10 +328,10 @@ class SimEngine(Engine):
         self.adapters = tuple({*self.adapters, adapter})
         return adapter
 
-    def _seeded(self, sampling: Sampling) -> Sampling:
-        if sampling.temperature > 0 and sampling.seed is None:
-            return replace(sampling, seed=self._random.getrandbits(63))
-        return sampling
+    def _seeded(self, work: Work, sampling: Sampling | None) -> Work:
+        if sampling is None or sampling.seed is not None or not sampling.temperature > 0:
+            return work
+        return replace(work, sampling=replace(sampling, seed=self._random.getrandbits(63)))
 
     def transfer_event(self, event: TransferEvent) -> None:
         planner = self._requests.planner

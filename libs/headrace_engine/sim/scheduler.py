@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import deque
+from collections.abc import Collection
 from collections.abc import Sequence as Items
 from functools import partial
 
@@ -62,6 +64,8 @@ class Scheduler:
         self._running: deque[Sequence] = deque()
         self._by_id: dict[str, Sequence] = {}
         self._admitted: Sequence | None = None
+        self._computing: Collection[Sequence] = ()
+        """Those of the step that runs, which uses their blocks."""
         # Requests that send cached KV only.
         self._cached: list[Prompt] = []
         self._changed = False
@@ -129,7 +133,7 @@ class Scheduler:
                 copied = self._tiers.request_finished(name, computed, sends=sends)
                 sequence.finished(times, copied=copied)
                 self.wake()
-        if sequence.is_releasable:
+        if sequence.is_releasable and sequence not in self._computing:
             self._by_id.pop(sequence.transfer_id, None)
             self._pools.release(sequence.block_ids_by_group)
 
@@ -168,7 +172,8 @@ class Scheduler:
             self._settle()
             self._admit()
         chunks = plan_step(
-            [sequence for sequence in self._running if sequence.is_ready],
+            # A call of `is_ready` would cost as much as a tenth of a token.
+            [one for one in self._running if not (one.ended or one.waits)],
             self._shape.max_num_batched_tokens,
             self._shape.span_tokens,
         )
@@ -179,20 +184,19 @@ class Scheduler:
         plan = None
         if sends or waits or self._has_tiers:
             plan = self._begin([chunk.sequence.part_of_step(chunk.end) for chunk in chunks])
-        for chunk in chunks:
-            chunk.sequence.step_started()
+        self._computing = {chunk.sequence for chunk in chunks}
+        start_ns = time.monotonic_ns()
         try:
             await self._stepper.compute(chunks, sends=sends)
             self.meter.book()
             for chunk in chunks:
-                self._stepper.advance(chunk)
+                self._stepper.advance(chunk, start_ns)
         except InternalError as exc:
             for chunk in chunks:
                 self.fail(chunk.sequence, exc)
         finally:
             self.meter.ended()
-            for chunk in chunks:
-                chunk.sequence.step_ended()
+            self._computing = ()
             if plan is not None:
                 self._end(plan)
         for chunk in chunks:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Mapping
 from enum import Enum, auto
 
@@ -73,6 +72,8 @@ class Sequence:
         self.hash_sum = int(sums[-1])
         self.hashes = np.empty(capacity, np.uint64)
         self.hashes[: len(hashed)] = mix_words(sums)
+        self.last_hash = int(self.hashes[len(hashed) - 1])
+        """That of the last token with KV."""
         self.names = BlockNames(
             self.tokens, self.hashes, block_tokens, work.cache_salt, work.images
         )
@@ -87,7 +88,6 @@ class Sequence:
         self.waits: set[Wait] = set()
         self._params = params
         self._model = model
-        self._steps = 0
         self._planned = False
 
     @property
@@ -97,8 +97,8 @@ class Sequence:
 
     @property
     def is_releasable(self) -> bool:
-        """Whether it has ended, and no step, sender or remote rank uses its blocks (I1, I2)."""
-        return self.ended and not self._steps and not self.waits
+        """Whether it has ended, and no sender or remote rank uses its blocks (I1, I2)."""
+        return self.ended and not self.waits
 
     def reusable_tokens(self, keeps_state: bool) -> int:
         """How many of its first tokens need no computing when their KV is cached.
@@ -174,16 +174,8 @@ class Sequence:
         count = end_token - self.computed
         return ScheduledRequest(self.transfer_id, self.computed, count, blocks, is_first)
 
-    def step_started(self) -> None:
-        """A step is planned that computes a chunk of it."""
-        self._steps += 1
-
-    def step_ended(self) -> None:
-        """A step with a chunk of it has ended."""
-        self._steps -= 1
-
-    def chunk_computed(self, end_token: int) -> None:
-        """The KV of its tokens below `end_token` is computed."""
+    def chunk_computed(self, end_token: int, start_ns: int) -> None:
+        """A step that began at `start_ns` has computed the KV of its tokens below `end_token`."""
         self.computed = end_token
 
     def finished(self, times: PrefillTimes | None, *, copied: bool) -> None:
@@ -283,10 +275,9 @@ class Answer(Sequence):
         # A transfer that brings the first token must not be empty.
         return work.transferable_tokens - (1 if self.awaits_first_token else 0)
 
-    def step_started(self) -> None:
-        self._steps += 1
-        if not self._first_step_ns:
-            self._first_step_ns = time.monotonic_ns()
+    def chunk_computed(self, end_token: int, start_ns: int) -> None:
+        self.computed = end_token
+        self._first_step_ns = self._first_step_ns or start_ns
 
     def first_token_received(self, token_id: int) -> None:
         if self.awaits_first_token:
@@ -315,10 +306,11 @@ class Answer(Sequence):
     def end_answer(self, *, stopped: bool) -> None:
         """The answer ends after its last token."""
         self.ended = True
+        if not self.answered.done():
+            # So the task of `decode` has ended when that of the sink's end runs.
+            self.answered.set_result(None)
         kept, cost = self._keep(self), self._bill(self.transfer_id)
         self.sink.put(DecodeEnded(stopped, self.cached, self.tier_tokens, kept, cost))
-        if not self.answered.done():
-            self.answered.set_result(None)
 
     def _append(self, token_id: int) -> bool:
         """Whether the token needs KV. The last one of the longest answer does not."""
@@ -327,7 +319,7 @@ class Answer(Sequence):
         if position >= self.capacity:
             return False
         self.hash_sum = self._model.next_sum(token_id, position, self.hash_sum)
-        self.hashes[position] = mix_int(self.hash_sum)
+        self.hashes[position] = self.last_hash = mix_int(self.hash_sum)
         return True
 
     def fail(self, failure: HeadraceError) -> None:

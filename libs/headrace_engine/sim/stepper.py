@@ -189,13 +189,14 @@ class Stepper:
             await self.clock.sleep_until(due_s)
             self.ranks.layer_written(layer)
 
-    def advance(self, chunk: Chunk) -> None:
-        """Handles the result of a computed chunk."""
-        sequence = chunk.sequence
-        sequence.chunk_computed(chunk.end)
-        if not sequence.is_partial:
-            self.pools.register(sequence, chunk.start, chunk.end)
-        if len(sequence.tokens) > chunk.end or sequence.ended:
+    def advance(self, chunk: Chunk, start_ns: int) -> None:
+        """Handles the result of a chunk that a step has computed, which began at `start_ns`."""
+        sequence, start, end, _ = chunk
+        sequence.chunk_computed(end, start_ns)
+        stride = self.pools.stride_tokens
+        if start // stride != end // stride and not sequence.is_partial:
+            self.pools.register(sequence, start, end)
+        if len(sequence.tokens) > end or sequence.ended:
             return
         if isinstance(sequence, Prompt):
             self.end_prefill(sequence)
@@ -215,10 +216,11 @@ class Stepper:
         return hidden_state_of(self._digest(sequence))
 
     def _generate(self, answer: Answer) -> None:
-        sampling, count, digest = answer.work.sampling, answer.prompt_count, self._digest(answer)
+        digest = self._digest(answer)
         if answer.is_plain:
             answer.token_generated(plain_token(digest, self.model.vocabulary))
             return
+        sampling, count = answer.work.sampling, answer.prompt_count
         if choice_is_complete(sampling, answer.tokens[count:]):
             answer.end_answer(stopped=True)
             return
@@ -232,7 +234,7 @@ class Stepper:
 
     def _digest(self, sequence: Sequence) -> int:
         if not self.settings.verify:
-            return int(sequence.hashes[len(sequence.tokens) - 1])
+            return sequence.last_hash
         return self.memory.digest(sequence.block_ids_by_group, sequence.computed)
 
     def _choose(

@@ -5,6 +5,7 @@ Completion is a property of the plan. It never depends on a number that a peer s
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Set
 from dataclasses import dataclass
 
@@ -54,7 +55,7 @@ class Ledger:
         self._missing = {
             key for key, start in self._covered.items() if start < reservation.end_token
         }
-        self._bytes_by_source: dict[int, int] = {}
+        self._bytes_by_source: dict[int, int] = defaultdict(int)
         self.ack_count = 0
 
     @property
@@ -77,17 +78,12 @@ class Ledger:
         """Bytes that have landed over the network, duplicates not counted."""
         return sum(self._bytes_by_source.values())
 
-    @property
-    def source_ranks(self) -> frozenset[int]:
-        """Prefill ranks that take part."""
-        return frozenset(source for source, _, _ in self._edges)
-
     def bytes_from(self, source_rank: int) -> int:
         """Bytes that one prefill rank has landed."""
-        return self._bytes_by_source.get(source_rank, 0)
+        return self._bytes_by_source[source_rank]
 
     def source_complete(self, source_rank: int) -> bool:
-        """Whether everything expected of one prefill rank has landed."""
+        """Whether everything expected of one prefill rank has landed. True for one that has no part."""
         return all(source != source_rank for source, _, _ in self._missing)
 
     def land(self, key: Key, start_token: int, end_token: int, payload_bytes: int) -> bool:
@@ -122,8 +118,7 @@ class Ledger:
                 f"instead of {expected_bytes}",
             )
         self._covered[key] = end_token
-        source = key[0]
-        self._bytes_by_source[source] = self._bytes_by_source.get(source, 0) + payload_bytes
+        self._bytes_by_source[key[0]] += payload_bytes
         self.ack_count += 1
         if end_token == self._reservation.end_token:
             self._missing.discard(key)

@@ -172,7 +172,7 @@ class Receiver:
     @property
     def active_count(self) -> int:
         """Transfers that may still complete."""
-        return sum(transfer.active for transfer in self._transfers)
+        return len([*self._transfers]) - len(self._transfers.failed)
 
     def count_states(self) -> dict[str, int]:
         """The number of transfers that hold blocks, by state."""
@@ -191,8 +191,7 @@ class Receiver:
         """Blocks of transfers that failed but may still be written into."""
         return sum(
             sum(map(len, transfer.reservation.block_ids_by_group))
-            for transfer in self._transfers
-            if not transfer.active
+            for transfer in self._transfers.failed
         )
 
     @property
@@ -246,8 +245,7 @@ class Receiver:
         transfer_id = reservation.transfer_id
         if self._draining:
             raise Draining("the decode worker takes no new transfers")
-        ended = transfer_id in self._transfers.ended
-        if ended or self._transfers.get(transfer_id):
+        if transfer_id in self._transfers.ended or self._transfers.get(transfer_id):
             raise DuplicateTransfer(
                 f"transfer {transfer_id} was used before", metadata={"transfer_id": transfer_id}
             )

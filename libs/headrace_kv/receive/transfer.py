@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Final, Literal
+from typing import Final, Literal, TypeAlias
 
 from headrace.kv.v1 import handoff_pb2
 from headrace_common.deadlines import Deadline
@@ -53,7 +53,8 @@ NEXT_STATES: Final[dict[TransferState, frozenset[TransferState]]] = {
     _S.DRAINING: frozenset({_S.FREE}),
     _S.FREE: frozenset(),
 }
-ACTIVE_STATES: Final = frozenset({_S.RESERVED, _S.OPEN, _S.RECEIVING})
+# A set would call the enumeration's hash for each look.
+ACTIVE_STATES: Final = (_S.RESERVED, _S.OPEN, _S.RECEIVING)
 
 
 class StateMachine:
@@ -80,7 +81,7 @@ class StateMachine:
                     "to": state.value,
                 },
             )
-        _log.debug("transfer %s: %s -> %s", self._transfer_id, self.state.value, state.value)
+        _log.debug("transfer %s: %s -> %s", self._transfer_id, self.state, state)
         self.state = state
         self._transitions.append((state, self._unix_ns()))
 
@@ -129,6 +130,10 @@ class TransferSummary:
     first_ack_unix_ns: int
 
 
+OnLayers: TypeAlias = Callable[[int], None]
+OnEnd: TypeAlias = Callable[[TransferSummary | HeadraceError], object]
+
+
 class IncomingTransfer:
     """A reservation that is being filled. Runs on the receiver's event loop.
 
@@ -170,7 +175,8 @@ class IncomingTransfer:
         self.quarantines: list[Quarantine] = []
         """Of writers that went away without a Quiesced."""
         self.states = StateMachine(reservation.transfer_id)
-        self._on_layers: Callable[[int], None] | None = None
+        self._on_layers: OnLayers | None = None
+        self._on_end: OnEnd = lambda _: None
         self._whole_layers = 0
         self._layout = layout
         self._on_free = on_free
@@ -212,17 +218,9 @@ class IncomingTransfer:
         Raises TransferFailed, TransferTimeout naming the missing (rank, layer) keys, LayoutMismatch, or Cancelled.
         """
         await self._ended.wait()
-        if self.error is not None:
-            raise self.error
-        if self.ledger is None or self.prefill is None:
-            raise InternalError(f"transfer {self.transfer_id} ended without a sender")
-        return TransferSummary(
-            acknowledgement_count=self.ledger.ack_count,
-            payload_bytes=self.ledger.payload_bytes,
-            local_bytes=0 if self.copies is None else self.copies.copied_bytes,
-            prefill=self.prefill,
-            first_ack_unix_ns=self._first_ack_unix_ns,
-        )
+        if isinstance(self._outcome, TransferSummary):
+            return self._outcome
+        raise self._outcome
 
     async def hidden_state(self) -> bytes:
         """The last token's hidden state as soon as it is here, which may be before the KV. Raises as `wait`."""
@@ -261,8 +259,7 @@ class IncomingTransfer:
         ledger = self.ledger
         if ledger is None:
             ledger = Ledger(self._layout, peer.layout, self.reservation)
-        layers_due = peer.rank in ledger.source_ranks and not ledger.source_complete(peer.rank)
-        if not layers_due and not self._owes_hidden_state(peer):
+        if ledger.source_complete(peer.rank) and not self._owes_hidden_state(peer):
             raise ProtocolViolation(f"{peer} has nothing to send for {self.transfer_id}")
         if peer.sends_hidden_state:
             self._hidden_state.require_equal(peer.hidden_format)
@@ -274,9 +271,12 @@ class IncomingTransfer:
         if self.state is TransferState.RESERVED:
             self.states.enter(TransferState.OPEN)
 
-    def notify_layers(self, on_layers: Callable[[int], None]) -> None:
-        """Calls it with the number of first layers that are whole, when it has grown. See Receiver.lands_layers."""
-        self._on_layers = on_layers
+    def notify(self, on_layers: OnLayers | None, on_end: OnEnd = lambda _: None) -> None:
+        """Calls `on_layers` with the number of first layers that are whole, when it has grown.
+
+        See Receiver.lands_layers. Calls `on_end` once, within the call that ends the transfer.
+        """
+        self._on_layers, self._on_end = on_layers, on_end
 
     def remove_writer(self, peer: PrefillPeer) -> None:
         """A rank writes no more for the transfer."""
@@ -351,8 +351,13 @@ class IncomingTransfer:
 
     def complete(self) -> None:
         """Nothing is missing any more."""
+        ledger, copies = self.ledger, self.copies
+        assert ledger is not None
+        assert self.prefill is not None
         self.states.enter(TransferState.COMPLETE)
-        self._end()
+        local_bytes = 0 if copies is None else copies.copied_bytes
+        counts = ledger.ack_count, ledger.payload_bytes, local_bytes
+        self._end(TransferSummary(*counts, self.prefill, self._first_ack_unix_ns))
 
     def fail(self, error: HeadraceError, now_s: float) -> None:
         """It cannot complete. Its blocks are released once it has quiesced."""
@@ -362,7 +367,7 @@ class IncomingTransfer:
             if jobs is not None:
                 jobs.stop()
         self.states.enter(TransferState.FAILED)
-        self._end()
+        self._end(error)
         self.states.enter(TransferState.DRAINING)
 
     def start_jobs(self) -> None:
@@ -383,8 +388,10 @@ class IncomingTransfer:
     def _owes_hidden_state(self, peer: PrefillPeer) -> bool:
         return peer.sends_hidden_state and not self._hidden_state.complete
 
-    def _end(self) -> None:
+    def _end(self, outcome: TransferSummary | HeadraceError) -> None:
+        self._outcome = outcome
         if self._timer is not None:
             self._timer.cancel()
         self._hidden_state.end()
         self._ended.set()
+        self._on_end(outcome)

@@ -36,6 +36,8 @@ class IncomingTransfers:
     quiesce_timeout_s: float
     ended: Recent[str, str]
     timers: Timers | None = None
+    failed: set[IncomingTransfer] = field(default_factory=set, init=False)
+    """Those of which the blocks are not released. All others may still complete."""
     _transfers: dict[str, IncomingTransfer] = field(default_factory=dict, init=False)
     _tick_handle: TimerHandle | None = field(default=None, init=False)
     _closed: bool = field(default=False, init=False)
@@ -68,6 +70,7 @@ class IncomingTransfers:
         if not transfer.active:
             return
         _log.info("transfer %s failed: %s", transfer.transfer_id, error.detail)
+        self.failed.add(transfer)
         transfer.fail(error, self._now_s())
         for peer in tuple(transfer.writers):
             peer.refuse(transfer.transfer_id, error.reason, error.detail)
@@ -128,6 +131,7 @@ class IncomingTransfers:
         self._closed = True
         for transfer in self:
             if transfer.active:
+                self.failed.add(transfer)
                 transfer.fail(error, self._now_s())
         if self._tick_handle is not None:
             self._tick_handle.cancel()
@@ -148,24 +152,21 @@ class IncomingTransfers:
 
     def _remove(self, transfer: IncomingTransfer) -> None:
         transfer.free()
+        self.failed.discard(transfer)
         del self._transfers[transfer.transfer_id]
         self.remember_ended(transfer.transfer_id, "the transfer has ended")
         self._changed.set()
 
     def _start_ticks(self) -> None:
         """Keeps the clock running while a failed transfer has not quiesced."""
-        if self._tick_handle is not None or self._closed:
-            return
-        if any(not transfer.active for transfer in self):
+        if self.failed and self._tick_handle is None and not self._closed:
             timers = running_timers(self.timers)
             self._tick_handle = timers.call_later(self.policy.tick_s, self._tick)
 
     def _tick(self) -> None:
         self._tick_handle = None
         now_s = self._now_s()
-        for transfer in self:
-            if transfer.active:
-                continue
+        for transfer in tuple(self.failed):
             transfer.advance_quarantines(now_s)
             self._release_if_quiesced(transfer)
             if now_s - transfer.failed_s > self.quiesce_timeout_s:

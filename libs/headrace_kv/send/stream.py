@@ -328,19 +328,21 @@ class HandoffStream:
         self.late_writes.lease_granted(self.lease.end_s, self._quarantine_s)
 
     async def _receive_messages(self, call: Any) -> None:
-        while True:
-            remaining_s = self.lease.remaining_s(self._context.clock.lease_s())
-            try:
-                async with asyncio.timeout(remaining_s):
-                    response = await call.read()
-            except TimeoutError:
-                raise TransferFailed(
-                    f"the write lease from {self.decode} ran out: no renewal came in time",
-                    metadata={"worker": str(self.decode)},
-                ) from None
-            if not isinstance(response, handoff_pb2.HandoffResponse):
-                return
-            self._receive(response)
+        try:
+            # A timer for each message would cost more than most messages.
+            async with asyncio.timeout(self._lease_s()) as limit:
+                while isinstance(response := await call.read(), handoff_pb2.HandoffResponse):
+                    self._receive(response)
+                    if response.HasField("renewal"):
+                        limit.reschedule(self._context.event_loop.time() + self._lease_s())
+        except TimeoutError:
+            raise TransferFailed(
+                f"the write lease from {self.decode} ran out: no renewal came in time",
+                metadata={"worker": str(self.decode)},
+            ) from None
+
+    def _lease_s(self) -> float:
+        return self.lease.remaining_s(self._context.clock.lease_s())
 
     def _receive(self, response: handoff_pb2.HandoffResponse) -> None:
         match response.WhichOneof("message"):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
-from typing import Protocol, TypeAlias
+from typing import Final, Protocol, TypeAlias
 
 from opentelemetry.trace import Span
 
@@ -54,6 +54,8 @@ ERROR_MARGIN_SHARE = 0.1
 _CLOSE_TIMEOUT_S = 5.0
 
 
+# It is never raised, so that all attempts share it.
+_CALLER_LEFT: Final = Cancelled("the caller cancelled or disconnected")
 OnEnd: TypeAlias = Callable[[Exception | None], None]
 OnCost: TypeAlias = Callable[[receipt_pb2.Receipt], None]
 
@@ -110,9 +112,7 @@ class DecodeAttempt:
     signer: TicketKey | None = None
     """See HandoffTickets."""
     _on_cost: OnCost | None = field(default=None, init=False)
-    error: HeadraceError | None = field(
-        default_factory=lambda: Cancelled("the caller cancelled or disconnected"), init=False
-    )
+    error: HeadraceError | None = field(default=_CALLER_LEFT, init=False)
     reservation: Reservation | None = field(default=None, init=False)
     cached_tokens: int = field(default=0, init=False)
     tier_tokens: Mapping[Tier, int] = field(default_factory=dict, init=False)
@@ -170,10 +170,10 @@ class DecodeAttempt:
             sink.reserve(decode_pb2.Reserved(end_token=end_token, admitted=True))
         self._task = asyncio.create_task(self.engine.decode(self.work, self), name=f"answer {name}")
         self._task.add_done_callback(self._engine_ended)
-        what = f"the deadline passed while waiting for the engine in request {name}"
-        late = DeadlineExceeded(what, metadata={"waited_for": "engine"})
         loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(self.deadline.remaining_s(), self._fail, late)
+        self._timer = loop.call_later(
+            self.deadline.remaining_s(), lambda: self._fail(DeadlineExceeded.waiting_for("engine"))
+        )
 
     def put(self, event: DecodeEvent) -> None:
         """See AnswerSink."""
@@ -312,6 +312,8 @@ class DecodeAttempt:
 
     def _engine_ended(self, task: asyncio.Task[None]) -> None:
         error = None if task.cancelled() else task.exception()
+        if self._over:
+            return
         if not isinstance(error, Exception):
             name = self.work.transfer_id
             error = InternalError(f"the engine ended request {name} without a reason")
@@ -346,10 +348,10 @@ class DecodeAttempt:
     async def close(self) -> None:
         """Gives back all resources."""
         transfer_id = self.work.transfer_id
-        error = self.error or Cancelled("the request has ended")
         if self._waiter is not None:
             await self._waiter.stop()
         if self.work.remote_kv and self.summary is None:
+            error = self.error or Cancelled("the request has ended")
             self.receiver.cancel(transfer_id, error.reason, error.detail)
         await self._abort()
         held = self.reservation
@@ -364,7 +366,8 @@ class DecodeAttempt:
         if self._task is None:
             return
         self._timer.cancel()
-        self._task.cancel()
+        if not self._task.cancel():
+            return
         with suppress(asyncio.CancelledError):
             await asyncio.wait({self._task}, timeout=_CLOSE_TIMEOUT_S)
         if not self._task.done():

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from headrace_common.errors import HeadraceError, InternalError
-from headrace_common.tasks import end_task
+from headrace_common.tasks import end_task, wait_briefly
 from headrace_decode.timestamps import RequestTimestamps
 from headrace_engine.interface import Arrived, Engine, FirstHiddenState, LayersArrived
 from headrace_engine.kv_fetch import ALL_LAYERS, late_layers_s
@@ -44,11 +44,10 @@ class TransferWaiter:
     _forwarding: asyncio.Task[None] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        name = self.transfer.transfer_id
-        self._arrival = asyncio.create_task(self.transfer.wait(), name=f"transfer {name}")
-        self._arrival.add_done_callback(self._arrived)
-        if self.on_late is not None:
-            self.transfer.notify_layers(self._layers_arrived)
+        loop, name = asyncio.get_running_loop(), self.transfer.transfer_id
+        on_layers = None if self.on_late is None else self._layers_arrived
+        # Not within the receiver's call.
+        self.transfer.notify(on_layers, lambda outcome: loop.call_soon(self._ended, outcome))
         if self.forwards_state:
             self._forwarding = asyncio.create_task(self._forward_state(), name=f"state of {name}")
 
@@ -77,14 +76,13 @@ class TransferWaiter:
             self._late = asyncio.get_running_loop().call_later(bound_s, self.on_late)
         self.engine.transfer_event(LayersArrived(self.transfer.transfer_id, layer_count))
 
-    def _arrived(self, arrival: asyncio.Task[TransferSummary]) -> None:
-        if self._stopped or arrival.cancelled():
+    def _ended(self, outcome: TransferSummary | HeadraceError) -> None:
+        if self._stopped:
             return
-        error = arrival.exception()
-        if isinstance(error, Exception):
-            self.on_failed(error)
+        if isinstance(outcome, HeadraceError):
+            self.on_failed(outcome)
             return
-        self.summary = arrival.result()
+        self.summary = outcome
         if self._late is not None:
             self._late.cancel()
         self.timestamps.kv_arrived()
@@ -106,11 +104,12 @@ class TransferWaiter:
         """Returns when the transfer is complete or has failed; the caller has cancelled an incomplete one."""
         if self.summary is not None:
             return
-        await asyncio.wait({self._arrival}, timeout=SETTLE_TIMEOUT_S)
-        if not self._arrival.done():
-            name = self.transfer.transfer_id
-            log.error("transfer %s did not end within %g s of its cancel", name, SETTLE_TIMEOUT_S)
-            self._arrival.cancel()
-        elif not self._arrival.cancelled() and self._arrival.exception() is None:
-            # It was completed while the request was cancelled, so the receiver will not release the blocks.
-            self.engine.transfer_event(Arrived(self.transfer.transfer_id))
+        transfer_id = self.transfer.transfer_id
+        with suppress(HeadraceError):
+            await wait_briefly(self.transfer.wait(), SETTLE_TIMEOUT_S)
+            if self.transfer.active:
+                what = "transfer %s did not end within %g s of its cancel"
+                log.error(what, transfer_id, SETTLE_TIMEOUT_S)
+            else:
+                # It was completed while the request was cancelled, so the receiver will not release the blocks.
+                self.engine.transfer_event(Arrived(transfer_id))

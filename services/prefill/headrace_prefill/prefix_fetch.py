@@ -240,7 +240,7 @@ class ComputedPart(PrefixFetch):
             self._begun = True
             self._fetcher.engine.transfer_event(LayersArrived(self.transfer_id, layer_count))
 
-        transfer.notify_layers(layers_arrived)
+        transfer.notify(layers_arrived)
         summary = await transfer.wait()
         self._fetcher.engine.transfer_event(Arrived(self.transfer_id))
         return summary

@@ -128,8 +128,9 @@ class PrefillWorker:
             require_vocabulary(work.token_ids, work.images, self._engine.vocabulary_size)
             if self._prefixes is not None:
                 fetch = self._prefixes.offer(work, task.first_part)
+                work = replace(work, prefix=fetch)
             outcome = await self._prefill(
-                replace(work, prefix=fetch),
+                work,
                 deadline,
                 on_start,
                 forward_first_token,
@@ -156,8 +157,7 @@ class PrefillWorker:
         done = _done_to_proto(ended)
         if outcome is not None:
             cached = outcome.cached_tokens + outcome.fetched_tokens
-            receipt = receipt_to_proto(outcome.cost, self._engine.descriptor, cached)
-            done.receipt.CopyFrom(receipt)
+            done.receipt.CopyFrom(receipt_to_proto(outcome.cost, self._engine.descriptor, cached))
         # A cancelled prompt was not computed in vain if its first token may have ended the answer.
         used = error is None or (has_sent_token and isinstance(error, Cancelled))
         wasted = len(task.token_ids) if reports and not used else 0

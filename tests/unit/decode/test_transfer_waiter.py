@@ -16,13 +16,12 @@ async def test_the_engine_learns_of_an_arrival_although_its_callback_fails() -> 
     loop.set_exception_handler(lambda _, context: bugs.append(context))
     events: list[object] = []
 
-    async def wait() -> object:
-        return object()
-
     def on_arrived() -> None:
         raise ValueError("a bug")
 
-    transfer: Any = SimpleNamespace(transfer_id="x1", wait=wait, active=False)
+    transfer: Any = SimpleNamespace(
+        transfer_id="x1", notify=lambda _, on_end: on_end(object()), active=False
+    )
     engine: Any = SimpleNamespace(transfer_event=events.append)
     timestamps: Any = SimpleNamespace(kv_arrived=lambda: None)
     waiter = TransferWaiter(

@@ -123,8 +123,8 @@ class CachePools:
         self._keeps_state = any(group.kind == STATE for group in groups)
         sizes = [group.block_tokens or 1 for group in groups]
         self._span_tokens = lcm(*sizes)
-        # A block ends only at a multiple of it.
-        self._common_tokens = gcd(*(group.block_tokens for group in groups)) or self._span_tokens
+        self.stride_tokens = gcd(*(group.block_tokens for group in groups)) or self._span_tokens
+        """A block ends only at a multiple of it."""
 
     @property
     def available_count(self) -> int:
@@ -194,8 +194,6 @@ class CachePools:
 
     def register(self, sequence: Sequence, start_token: int, end_token: int) -> None:
         """Caches the blocks that tokens [start_token, end_token) completed."""
-        if start_token // self._common_tokens == end_token // self._common_tokens:
-            return
         for pool_index, (group, pool, block_ids) in enumerate(
             zip(self._groups, self._pools, sequence.block_ids_by_group, strict=True)
         ):

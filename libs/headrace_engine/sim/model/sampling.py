@@ -216,6 +216,7 @@ def _candidates(digest: int, vocabulary: int) -> list[int]:
     return [lowest + (first + index * step) % width for index in range(count)]
 
 
+@lru_cache(maxsize=16)
 def _lowest(vocabulary: int) -> int:
     """The lowest token of answers. Lower ones are bytes of prompts, which are no readable text one by one."""
     return _BYTES if vocabulary >= 2 * _BYTES else 0

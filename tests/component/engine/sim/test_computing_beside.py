@@ -62,7 +62,7 @@ async def start(both: Pair, work: DecodeWork) -> Started:
     def layers_arrived(layer_count: int) -> None:
         both.decode.transfer_event(LayersArrived(work.transfer_id, layer_count))
 
-    started.transfer.notify_layers(layers_arrived)
+    started.transfer.notify(layers_arrived)
     return started
 
 
