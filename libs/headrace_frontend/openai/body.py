@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import re
 from codecs import BOM_UTF8
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
-from itertools import chain, islice
+from itertools import islice
 from typing import Any, ClassVar, Final, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
@@ -47,12 +47,10 @@ class Body(BaseModel):
     def _prepare(cls, value: Any) -> Any:
         if not isinstance(value, dict):
             return value
-        kept = {
-            name: item
-            for name, item in value.items()
-            if item is not None and name not in cls.without_effect
-        }
-        for name in cls.neutral.keys() & kept.keys():
+        kept = {name: item for name, item in value.items() if item is not None}
+        for name in cls.without_effect.intersection(kept):
+            del kept[name]
+        for name in [one for one in kept if one in cls.neutral]:
             if kept.pop(name) not in cls.neutral[name]:
                 raise ValueError(f"{name}: is not supported; leave it out")
         return cls.translated(kept)
@@ -102,7 +100,9 @@ class UnknownFields:
 
     def check(self, *bodies: Body) -> list[str]:
         """The paths of some unknown fields, without the indexes of lists. Raises InvalidRequest to reject them."""
-        found = list(islice(chain.from_iterable(map(_unknown, bodies)), _UNKNOWN_MAX))
+        found: list[str] = []
+        for body in bodies:
+            _add_unknown(found, body, "")
         if not found:
             return found
         paths = sorted({_NO_NAME_CHARACTER.sub("_", one)[:_NAME_CHARACTERS_MAX] for one in found})
@@ -116,17 +116,17 @@ class UnknownFields:
         return paths
 
 
-def _unknown(body: Body, path: str = "") -> Iterator[str]:
-    """The paths may repeat."""
-    for name in body.ignored:
-        yield f"{path}{name}"
+def _add_unknown(found: list[str], body: Body, path: str) -> None:
+    """Adds the paths to `found` until they are enough. They may repeat."""
+    found += [f"{path}{name}" for name in islice(body.ignored, _UNKNOWN_MAX - len(found))]
     for name in _body_fields(type(body)):
         value = getattr(body, name)
-        if isinstance(value, Body):
-            yield from _unknown(value, f"{path}{name}.")
-        elif isinstance(value, list) and value and isinstance(value[0], Body):
-            for item in value:
-                yield from _unknown(item, f"{path}{name}.")
+        # pydantic makes isinstance slow for other types.
+        if value is None or isinstance(value, str):
+            continue
+        for item in value if isinstance(value, list) else (value,):
+            if len(found) < _UNKNOWN_MAX and isinstance(item, Body):
+                _add_unknown(found, item, f"{path}{name}.")
 
 
 @cache

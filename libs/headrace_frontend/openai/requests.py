@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import cached_property
 from typing import Annotated, Any, Final, Literal, NamedTuple, TypeAlias
 
-from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from headrace_common.limits import (
     ALLOWED_TOKENS_MAX,
@@ -113,18 +113,14 @@ _NO_OPTIONS: Final = StreamOptions()
 class SchemaBody(Body):
     """A body with JSON Schemas that an answer must match. Keywords that no engine enforces are ignored fields."""
 
-    _unenforced: list[str] = PrivateAttr(default_factory=list)
-
-    @property
-    def ignored(self) -> Iterable[str]:
-        return (*super().ignored, *self._unenforced)
-
     def enforce(self, name: str, schema: dict[str, Any], *, strict: bool = False) -> dict[str, Any]:
         """The schema in the field `name` as engines enforce it. Raises ValueError for less where it is strict."""
         enforced, lacking = enforceable(schema)
         if lacking and strict:
             raise ValueError(f"{name}: {lacking[0]} cannot be enforced; leave it, or strict, out")
-        self._unenforced += (f"{_INDEX.sub('', name)}.{path}" for path in lacking)
+        if lacking and self.__pydantic_extra__ is not None:
+            place = _INDEX.sub("", name)
+            self.__pydantic_extra__.update((f"{place}.{path}", None) for path in lacking)
         return enforced
 
 
