@@ -7,7 +7,6 @@ import re
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
-from itertools import islice
 from typing import Any, ClassVar, Final, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
@@ -31,6 +30,8 @@ class Body(BaseModel):
     """Fields that never change an answer. They are dropped."""
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     """Fields that would change an answer, with the values that do not. Other values are rejected."""
+    # Those that `translated` replaces, or that decide what it does.
+    older: ClassVar[frozenset[str]] = frozenset()
 
     @property
     def ignored(self) -> Iterable[str]:
@@ -39,7 +40,10 @@ class Body(BaseModel):
 
     @classmethod
     def translated(cls, fields: dict[str, Any]) -> dict[str, Any]:
-        """The fields with older names and forms replaced. Raises ValueError with "FIELD: remedy"."""
+        """The fields with older names and forms replaced. Raises ValueError with "FIELD: remedy".
+
+        It is called for bodies with a field of `older`.
+        """
         return fields
 
     @model_validator(mode="before")
@@ -47,13 +51,22 @@ class Body(BaseModel):
     def _prepare(cls, value: Any) -> Any:
         if not isinstance(value, dict):
             return value
-        kept = {name: item for name, item in value.items() if item is not None}
-        for name in cls.without_effect.intersection(kept):
-            del kept[name]
-        for name in [one for one in kept if one in cls.neutral]:
+        if _changed_fields(cls).isdisjoint(value) and None not in value.values():
+            return value
+        kept = {
+            name: item
+            for name, item in value.items()
+            if item is not None and name not in cls.without_effect
+        }
+        for name in cls.neutral.keys() & kept.keys():
             if kept.pop(name) not in cls.neutral[name]:
                 raise ValueError(f"{name}: is not supported; leave it out")
-        return cls.translated(kept)
+        return kept if cls.older.isdisjoint(kept) else cls.translated(kept)
+
+
+@cache
+def _changed_fields(kind: type[Body]) -> frozenset[str]:
+    return kind.without_effect.union(kind.neutral, kind.older)
 
 
 class LenientBody(Body):
@@ -100,9 +113,7 @@ class UnknownFields:
 
     def check(self, *bodies: Body) -> list[str]:
         """The paths of some unknown fields, without the indexes of lists. Raises InvalidRequest to reject them."""
-        found: list[str] = []
-        for body in bodies:
-            _add_unknown(found, body, "")
+        found = [path for body in bodies for path in _unknown(body)][:_UNKNOWN_MAX]
         if not found:
             return found
         paths = sorted({_NO_NAME_CHARACTER.sub("_", one)[:_NAME_CHARACTERS_MAX] for one in found})
@@ -116,17 +127,17 @@ class UnknownFields:
         return paths
 
 
-def _add_unknown(found: list[str], body: Body, path: str) -> None:
-    """Adds the paths to `found` until they are enough. They may repeat."""
-    found += [f"{path}{name}" for name in islice(body.ignored, _UNKNOWN_MAX - len(found))]
+def _unknown(body: Body, path: str = "") -> list[str]:
+    """The paths may repeat."""
+    found = [f"{path}{name}" for name in body.ignored]
     for name in _body_fields(type(body)):
         value = getattr(body, name)
         # pydantic makes isinstance slow for other types.
-        if value is None or isinstance(value, str):
-            continue
-        for item in value if isinstance(value, list) else (value,):
-            if len(found) < _UNKNOWN_MAX and isinstance(item, Body):
-                _add_unknown(found, item, f"{path}{name}.")
+        if value is not None and not isinstance(value, str):
+            for item in value if isinstance(value, list) else (value,):
+                if isinstance(item, Body):
+                    found += _unknown(item, f"{path}{name}.")
+    return found
 
 
 @cache

@@ -213,6 +213,8 @@ class GenerationBody(Body):
         "typical_p": (1,),
     }
 
+    older = frozenset(_CONSTRAINTS)
+
     model: str = ""
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -289,14 +291,11 @@ class GenerationBody(Body):
 
     @classmethod
     def translated(cls, fields: dict[str, Any]) -> dict[str, Any]:
-        if _CONSTRAINTS.keys().isdisjoint(fields):
-            return fields
         for name in _CONSTRAINTS.keys() & fields.keys():
             outputs = fields.get("structured_outputs", {})
             if not isinstance(outputs, dict) or _CONSTRAINTS[name] in outputs:
                 raise ValueError(f"{name}: structured_outputs is given too; leave one out")
-            outputs = {**outputs, _CONSTRAINTS[name]: fields.pop(name)}
-            fields["structured_outputs"] = outputs
+            fields["structured_outputs"] = {**outputs, _CONSTRAINTS[name]: fields.pop(name)}
         return fields
 
     @model_validator(mode="after")
@@ -325,6 +324,7 @@ class ChatCompletionBody(GenerationBody, SchemaBody):
         "modalities": (["text"], []),
         "separate_reasoning": (True,),
     }
+    older = GenerationBody.older | {"functions", "function_call", "tool_choice"}
 
     messages: Messages
     max_completion_tokens: Uint32 | None = None
@@ -359,10 +359,8 @@ class ChatCompletionBody(GenerationBody, SchemaBody):
             fields["tools"] = [{"type": "function", "function": one} for one in given]
         if "function_call" in fields:
             call = fields.pop("function_call")
-            named = isinstance(call, dict)
-            fields.setdefault(
-                "tool_choice", {"type": "function", "function": call} if named else call
-            )
+            call = {"type": "function", "function": call} if isinstance(call, dict) else call
+            fields.setdefault("tool_choice", call)
         choice, tools = fields.get("tool_choice"), fields.get("tools")
         if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
             allowed = AllowedTools.model_validate(choice.get("allowed_tools", choice))
