@@ -66,6 +66,7 @@ class Body(BaseModel):
 
 @cache
 def _changed_fields(kind: type[Body]) -> frozenset[str]:
+    assert kind.older or "translated" not in vars(kind), "older says when translated is called"
     return kind.without_effect.union(kind.neutral, kind.older)
 
 
@@ -131,7 +132,7 @@ def _unknown(body: Body, path: str = "") -> list[str]:
     """The paths may repeat."""
     found = [f"{path}{name}" for name in body.ignored]
     for name in _body_fields(type(body)):
-        value = getattr(body, name)
+        value = body.__dict__[name]
         # pydantic makes isinstance slow for other types.
         if value is not None and not isinstance(value, str):
             for item in value if isinstance(value, list) else (value,):

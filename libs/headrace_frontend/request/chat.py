@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -36,18 +36,19 @@ _TOOL_NAME = re.compile(rf"[A-Za-z0-9_.:/-]{{1,{CHAT_NAME_CHARACTERS_MAX}}}")
 # The template writes it. It cannot be the text of a control token.
 _ROLE = re.compile(rf"[A-Za-z0-9_-]{{1,{ROLE_CHARACTERS_MAX}}}")
 _MESSAGES_MAX = 64
-_RARE_FIELDS = attrgetter("name", "tool_call_id", "reasoning", "tool_calls", "parts")
+_MESSAGE_FIELDS = attrgetter(
+    "role", "content", "name", "tool_call_id", "reasoning", "tool_calls", "parts"
+)
 _NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}}
 
 
 def chat_violations(chat: inference_pb2.Chat, plain: PlainMessages) -> dict[str, str]:
     """Remedies by path of the invalid field. `plain`: see `plain_messages`."""
-    if not chat.messages:
+    if not plain:
         return {"chat.messages": "must hold at least one message"}
-    if len(chat.messages) > CHAT_MESSAGES_MAX:
-        return {
-            "chat.messages": f"must hold at most {CHAT_MESSAGES_MAX} messages, not {len(chat.messages)}"
-        }
+    if len(plain) > CHAT_MESSAGES_MAX:
+        remedy = f"must hold at most {CHAT_MESSAGES_MAX} messages, not {len(plain)}"
+        return {"chat.messages": remedy}
     violations: dict[str, str] = {}
     for index, message in enumerate(plain):
         if message is not None:
@@ -71,11 +72,6 @@ def chat_violations(chat: inference_pb2.Chat, plain: PlainMessages) -> dict[str,
     return violations
 
 
-def _is_plain(message: inference_pb2.ChatMessage) -> bool:
-    """Whether a message has a known role and text, and nothing else."""
-    return message.role in CHAT_ROLES and not any(_RARE_FIELDS(message))
-
-
 def text_bytes(chat: inference_pb2.Chat) -> int:
     """Bytes of all texts that the chat template may write."""
     return sum(len(text) if text.isascii() else len(text.encode()) for text in _texts(chat))
@@ -83,22 +79,27 @@ def text_bytes(chat: inference_pb2.Chat) -> int:
 
 def plain_text_bytes(request: inference_pb2.GenerateRequest) -> int:
     """Bytes of a prompt's texts that are only encoded. 0 for many messages, of which the template takes more time."""
-    messages = request.chat.messages[: _MESSAGES_MAX + 1]
-    texts = [message.content for message in messages if _is_plain(message)]
+    messages = plain_messages(request.chat.messages[: _MESSAGES_MAX + 1])
+    texts = [message.content for message in messages if message is not None]
     return len("".join(texts or (request.text,)).encode()) if len(texts) <= _MESSAGES_MAX else 0
 
 
-def plain_messages(chat: inference_pb2.Chat) -> PlainMessages:
-    """The messages that need no check and have no image, for the chat template, and None for each of the others.
+def plain_messages(messages: Iterable[inference_pb2.ChatMessage]) -> PlainMessages:
+    """Those with a known role and text and nothing else, for the chat template, and None for each of the others.
 
     A field of a message takes far more time to read than one of these.
     """
-    return [ChatMessage(one.role, one.content) if _is_plain(one) else None for one in chat.messages]
+    return list(map(_plain_message, messages))
+
+
+def _plain_message(message: inference_pb2.ChatMessage) -> ChatMessage | None:
+    role, content, *rare = _MESSAGE_FIELDS(message)
+    return ChatMessage(role, content) if role in CHAT_ROLES and not any(rare) else None
 
 
 def messages_of(chat: inference_pb2.Chat, plain: PlainMessages | None = None) -> list[ChatMessage]:
     """The messages of a valid chat, for the chat template."""
-    given = plain_messages(chat) if plain is None else plain
+    given = plain_messages(chat.messages) if plain is None else plain
     return [one or _message_of(chat.messages[index]) for index, one in enumerate(given)]
 
 

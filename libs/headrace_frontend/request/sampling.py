@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from operator import attrgetter
 from typing import Any, TypeAlias
 
+from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from headrace.inference.v1 import sampling_pb2
@@ -74,10 +77,8 @@ def _tag_violations(path: str, text: str) -> Iterator[tuple[str, str]]:
     if not isinstance(triggers, list) or not all(isinstance(one, str) and one for one in triggers):
         yield f"{path}.triggers", "must be a list of texts that are not empty"
     if not isinstance(structures, list) or not all(map(_is_structure, structures)):
-        yield (
-            f"{path}.structures",
-            "must be a list of objects, with texts begin and end, and an object schema",
-        )
+        remedy = "must be a list of objects, with texts begin and end, and an object schema"
+        yield f"{path}.structures", remedy
 
 
 def _is_structure(value: Any) -> bool:
@@ -95,13 +96,11 @@ def _choice_violations(path: str, texts: Sequence[str]) -> Iterator[tuple[str, s
         yield path, f"must hold at most {CHOICE_TEXTS_MAX} texts, not {len(texts)}"
         return
     for index, text in enumerate(texts):
+        place = f"{path}[{index}]"
         if not text:
-            yield f"{path}[{index}]", "must not be empty; leave it out"
+            yield place, "must not be empty; leave it out"
         elif len(text) > CHOICE_TEXTS_MAX:
-            yield (
-                f"{path}[{index}]",
-                f"must have at most {CHOICE_TEXTS_MAX} characters, not {len(text)}",
-            )
+            yield place, f"must have at most {CHOICE_TEXTS_MAX} characters, not {len(text)}"
 
 
 SEED_MAX = 2**63 - 1
@@ -151,11 +150,13 @@ _ROUTERS_FIELDS: frozenset[Any] = frozenset(
 )
 # The fields of a message that are set, by name. Each takes more time to read from the message.
 Given: TypeAlias = Mapping[str, Any]
+# The library makes a descriptor anew for each use, unless one is kept.
+_name_of: Callable[[FieldDescriptor], str] = cache(attrgetter("name"))
 
 
 def given_fields(message: Message) -> Given:
     """What a message has."""
-    return {field.name: value for field, value in message.ListFields()}
+    return {_name_of(field): value for field, value in message.ListFields()}
 
 
 def sampling_violations(given: Given) -> dict[str, str]:
@@ -230,13 +231,11 @@ def _text_violations(
     if len(texts) > count_max:
         yield path, f"must hold at most {count_max} strings, not {len(texts)}"
     for index, text in enumerate(texts[:count_max]):
+        place = f"{path}[{index}]"
         if not text:
-            yield f"{path}[{index}]", "must not be empty; leave it out"
+            yield place, "must not be empty; leave it out"
         elif len(text) > characters_max:
-            yield (
-                f"{path}[{index}]",
-                f"must have at most {characters_max} characters, not {len(text)}",
-            )
+            yield place, f"must have at most {characters_max} characters, not {len(text)}"
 
 
 def _token_violations(given: Given) -> Iterator[tuple[str, str]]:
@@ -247,16 +246,12 @@ def _token_violations(given: Given) -> Iterator[tuple[str, str]]:
             yield f"sampling.{name}", f"must hold at most {count_max} {what}, not {count}"
     for index, sequence in enumerate(given.get("bad_token_sequences", ())[:BAD_SEQUENCES_MAX]):
         if not 0 < len(sequence.ids) <= BAD_SEQUENCE_TOKENS_MAX:
-            yield (
-                f"sampling.bad_token_sequences[{index}].ids",
-                f"must hold 1 to {BAD_SEQUENCE_TOKENS_MAX} tokens, not {len(sequence.ids)}",
-            )
+            remedy = f"must hold 1 to {BAD_SEQUENCE_TOKENS_MAX} tokens, not {len(sequence.ids)}"
+            yield f"sampling.bad_token_sequences[{index}].ids", remedy
     for token_id, bias in given.get("logit_bias", {}).items():
         if not -LOGIT_BIAS_MAX <= bias <= LOGIT_BIAS_MAX:
-            yield (
-                f"sampling.logit_bias[{token_id}]",
-                f"must be from {-LOGIT_BIAS_MAX:g} to {LOGIT_BIAS_MAX:g}, not {bias:g}",
-            )
+            remedy = f"must be from {-LOGIT_BIAS_MAX:g} to {LOGIT_BIAS_MAX:g}, not {bias:g}"
+            yield f"sampling.logit_bias[{token_id}]", remedy
             break
 
 

@@ -245,7 +245,7 @@ class _Fields(NamedTuple):
 
 def _fields_of(request: inference_pb2.GenerateRequest) -> _Fields:
     given = given_fields(request)
-    plain = plain_messages(given["chat"]) if "chat" in given else ()
+    plain = plain_messages(given["chat"].messages) if "chat" in given else ()
     return _Fields(request, given, given_fields(request.sampling), plain)
 
 
@@ -310,7 +310,7 @@ def _id_violations(given: Given) -> Iterator[tuple[str, str]]:
         text = given.get(name, "")
         if len(text) > REQUEST_ID_CHARACTERS_MAX:
             yield name, f"must have at most {REQUEST_ID_CHARACTERS_MAX} characters"
-        elif not _REQUEST_ID.fullmatch(text):
+        elif text and not _REQUEST_ID.fullmatch(text):
             yield name, "must hold visible ASCII characters only, without spaces"
 
 
