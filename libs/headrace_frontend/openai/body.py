@@ -7,6 +7,7 @@ import re
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
+from itertools import islice
 from typing import Any, ClassVar, Final, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
@@ -129,14 +130,14 @@ class UnknownFields:
 
 
 def _unknown(body: Body, path: str = "") -> list[str]:
-    """The paths may repeat."""
-    found = [f"{path}{name}" for name in body.ignored]
+    """The paths may repeat. There may be more, once they are enough."""
+    found = [f"{path}{name}" for name in islice(body.ignored, _UNKNOWN_MAX)]
     for name in _body_fields(type(body)):
         value = body.__dict__[name]
         # pydantic makes isinstance slow for other types.
         if value is not None and not isinstance(value, str):
             for item in value if isinstance(value, list) else (value,):
-                if isinstance(item, Body):
+                if len(found) < _UNKNOWN_MAX and isinstance(item, Body):
                     found += _unknown(item, f"{path}{name}.")
     return found
 
