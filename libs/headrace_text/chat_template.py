@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import replace
 from datetime import datetime
 from enum import Enum
 from typing import Any, Final, NoReturn
@@ -176,10 +175,10 @@ def with_system_first(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
         last, is_late = merged[-1], message.role in _SYSTEM
         joins = last.role in (*_SYSTEM, "user") if is_late else waits and message.role == "user"
         if joins and not (last.parts or message.parts):
-            merged[-1] = replace(last, content=f"{last.content}\n\n{message.content}")
+            merged[-1] = last._replace(content=f"{last.content}\n\n{message.content}")
             waits = waits and is_late
         else:
-            merged.append(replace(message, role="user") if is_late else message)
+            merged.append(message._replace(role="user") if is_late else message)
             waits = is_late
     return merged
 

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from headrace_text.images import ImageRule
 
@@ -39,9 +39,11 @@ class ToolCall:
     arguments: Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class ChatMessage:
-    """One message of a conversation. Empty fields other than `content` are not passed to the chat template."""
+class ChatMessage(NamedTuple):
+    """One message of a conversation. Empty fields other than `content` are not passed to the chat template.
+
+    It is no frozen dataclass, since that takes longer to make.
+    """
 
     role: str
     content: str

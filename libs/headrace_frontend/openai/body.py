@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import re
 from codecs import BOM_UTF8
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
-from itertools import chain, islice
+from itertools import islice
 from typing import Any, ClassVar, Final, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
@@ -31,6 +31,8 @@ class Body(BaseModel):
     """Fields that never change an answer. They are dropped."""
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     """Fields that would change an answer, with the values that do not. Other values are rejected."""
+    # Those that `translated` replaces, or that decide what it does.
+    older: ClassVar[frozenset[str]] = frozenset()
 
     @property
     def ignored(self) -> Iterable[str]:
@@ -39,13 +41,18 @@ class Body(BaseModel):
 
     @classmethod
     def translated(cls, fields: dict[str, Any]) -> dict[str, Any]:
-        """The fields with older names and forms replaced. Raises ValueError with "FIELD: remedy"."""
+        """The fields with older names and forms replaced. Raises ValueError with "FIELD: remedy".
+
+        It is called for bodies with a field of `older`.
+        """
         return fields
 
     @model_validator(mode="before")
     @classmethod
     def _prepare(cls, value: Any) -> Any:
         if not isinstance(value, dict):
+            return value
+        if _changed_fields(cls).isdisjoint(value) and None not in value.values():
             return value
         kept = {
             name: item
@@ -55,7 +62,13 @@ class Body(BaseModel):
         for name in cls.neutral.keys() & kept.keys():
             if kept.pop(name) not in cls.neutral[name]:
                 raise ValueError(f"{name}: is not supported; leave it out")
-        return cls.translated(kept)
+        return kept if cls.older.isdisjoint(kept) else cls.translated(kept)
+
+
+@cache
+def _changed_fields(kind: type[Body]) -> frozenset[str]:
+    assert kind.older or "translated" not in vars(kind), "older says when translated is called"
+    return kind.without_effect.union(kind.neutral, kind.older)
 
 
 class LenientBody(Body):
@@ -102,7 +115,7 @@ class UnknownFields:
 
     def check(self, *bodies: Body) -> list[str]:
         """The paths of some unknown fields, without the indexes of lists. Raises InvalidRequest to reject them."""
-        found = list(islice(chain.from_iterable(map(_unknown, bodies)), _UNKNOWN_MAX))
+        found = [path for body in bodies for path in _unknown(body)][:_UNKNOWN_MAX]
         if not found:
             return found
         paths = sorted({_NO_NAME_CHARACTER.sub("_", one)[:_NAME_CHARACTERS_MAX] for one in found})
@@ -116,17 +129,17 @@ class UnknownFields:
         return paths
 
 
-def _unknown(body: Body, path: str = "") -> Iterator[str]:
-    """The paths may repeat."""
-    for name in body.ignored:
-        yield f"{path}{name}"
+def _unknown(body: Body, path: str = "") -> list[str]:
+    """The paths may repeat. There may be more, once they are enough."""
+    found = [f"{path}{name}" for name in islice(body.ignored, _UNKNOWN_MAX)]
     for name in _body_fields(type(body)):
-        value = getattr(body, name)
-        if isinstance(value, Body):
-            yield from _unknown(value, f"{path}{name}.")
-        elif isinstance(value, list) and value and isinstance(value[0], Body):
-            for item in value:
-                yield from _unknown(item, f"{path}{name}.")
+        value = body.__dict__[name]
+        # pydantic makes isinstance slow for other types.
+        if value is not None and not isinstance(value, str):
+            for item in value if isinstance(value, list) else (value,):
+                if len(found) < _UNKNOWN_MAX and isinstance(item, Body):
+                    found += _unknown(item, f"{path}{name}.")
+    return found
 
 
 @cache

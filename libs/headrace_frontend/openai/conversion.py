@@ -33,11 +33,6 @@ _SAME_NAMES = {
     *("include_stop_str_in_output", "skip_special_tokens"),
 }
 _SAME_LISTS = {"stop_token_ids", "bad_words", "allowed_token_ids"}
-_MODES = {
-    "none": tools_pb2.ToolChoice.MODE_NONE,
-    "auto": tools_pb2.ToolChoice.MODE_AUTO,
-    "required": tools_pb2.ToolChoice.MODE_REQUIRED,
-}
 # vLLM serves smaller numbers first.
 _PRIORITIES = {
     -1: priority_pb2.PRIORITY_HIGH,
@@ -253,7 +248,8 @@ def chat_message(body: MessageBody) -> inference_pb2.ChatMessage:
 
 def _set_message(message: inference_pb2.ChatMessage, body: MessageBody) -> None:
     """A message that is filled in its place is not copied, with the files of its images. They are moved."""
-    message.role = body.role
+    # "function" is the older name.
+    message.role = "tool" if body.role == "function" else body.role
     if isinstance(body.content, str):
         message.content = body.content
     elif body.has_image:
@@ -288,7 +284,8 @@ def _tool_choice(body: ToolChoice, *, single: bool) -> tools_pb2.ToolChoice:
     if not isinstance(body, str):
         mode = tools_pb2.ToolChoice.MODE_FUNCTION
         return tools_pb2.ToolChoice(mode=mode, function_name=body.function.name)
-    return tools_pb2.ToolChoice(mode=_MODES[body], single_call=single and body == "required")
+    mode = tools_pb2.ToolChoice.Mode.Value(f"MODE_{body.upper()}")
+    return tools_pb2.ToolChoice(mode=mode, single_call=single and body == "required")
 
 
 def _json(value: Any) -> str:

@@ -69,6 +69,7 @@ class ContentPart(Body):
     """A part of a message: an image, or else text."""
 
     without_effect = frozenset({"prompt_cache_breakpoint"})
+    older = frozenset({"type"})
 
     text: str
     image_url: ImageUrlBody | None = None
@@ -120,6 +121,7 @@ class MessageBody(Body):
     # Responses of OpenAI have these. They say nothing to the model.
     without_effect = frozenset({"refusal", "annotations"})
     neutral = {"audio": ()}  # noqa: RUF012
+    older = frozenset({"function_call"})
 
     role: str
     content: Content = ""
@@ -133,11 +135,8 @@ class MessageBody(Body):
 
     @classmethod
     def translated(cls, fields: dict[str, Any]) -> dict[str, Any]:
-        if fields.get("role") == "function":
-            fields["role"] = "tool"
-        if "function_call" in fields:
-            call = fields.pop("function_call")
-            fields.setdefault("tool_calls", [{"type": "function", "function": call}])
+        call = fields.pop("function_call")
+        fields.setdefault("tool_calls", [{"type": "function", "function": call}])
         return fields
 
     @property

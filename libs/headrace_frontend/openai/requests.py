@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import cached_property
 from typing import Annotated, Any, Final, Literal, NamedTuple, TypeAlias
 
-from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from headrace_common.limits import (
     ALLOWED_TOKENS_MAX,
@@ -113,18 +113,14 @@ _NO_OPTIONS: Final = StreamOptions()
 class SchemaBody(Body):
     """A body with JSON Schemas that an answer must match. Keywords that no engine enforces are ignored fields."""
 
-    _unenforced: list[str] = PrivateAttr(default_factory=list)
-
-    @property
-    def ignored(self) -> Iterable[str]:
-        return (*super().ignored, *self._unenforced)
-
     def enforce(self, name: str, schema: dict[str, Any], *, strict: bool = False) -> dict[str, Any]:
         """The schema in the field `name` as engines enforce it. Raises ValueError for less where it is strict."""
         enforced, lacking = enforceable(schema)
         if lacking and strict:
             raise ValueError(f"{name}: {lacking[0]} cannot be enforced; leave it, or strict, out")
-        self._unenforced += (f"{_INDEX.sub('', name)}.{path}" for path in lacking)
+        if lacking and self.__pydantic_extra__ is not None:
+            place = _INDEX.sub("", name)
+            self.__pydantic_extra__.update((f"{place}.{path}", None) for path in lacking)
         return enforced
 
 
@@ -217,6 +213,8 @@ class GenerationBody(Body):
         "typical_p": (1,),
     }
 
+    older = frozenset(_CONSTRAINTS)
+
     model: str = ""
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -293,14 +291,11 @@ class GenerationBody(Body):
 
     @classmethod
     def translated(cls, fields: dict[str, Any]) -> dict[str, Any]:
-        if _CONSTRAINTS.keys().isdisjoint(fields):
-            return fields
         for name in _CONSTRAINTS.keys() & fields.keys():
             outputs = fields.get("structured_outputs", {})
             if not isinstance(outputs, dict) or _CONSTRAINTS[name] in outputs:
                 raise ValueError(f"{name}: structured_outputs is given too; leave one out")
-            outputs = {**outputs, _CONSTRAINTS[name]: fields.pop(name)}
-            fields["structured_outputs"] = outputs
+            fields["structured_outputs"] = {**outputs, _CONSTRAINTS[name]: fields.pop(name)}
         return fields
 
     @model_validator(mode="after")
@@ -329,6 +324,7 @@ class ChatCompletionBody(GenerationBody, SchemaBody):
         "modalities": (["text"], []),
         "separate_reasoning": (True,),
     }
+    older = GenerationBody.older | {"functions", "function_call", "tool_choice"}
 
     messages: Messages
     max_completion_tokens: Uint32 | None = None
@@ -363,10 +359,8 @@ class ChatCompletionBody(GenerationBody, SchemaBody):
             fields["tools"] = [{"type": "function", "function": one} for one in given]
         if "function_call" in fields:
             call = fields.pop("function_call")
-            named = isinstance(call, dict)
-            fields.setdefault(
-                "tool_choice", {"type": "function", "function": call} if named else call
-            )
+            call = {"type": "function", "function": call} if isinstance(call, dict) else call
+            fields.setdefault("tool_choice", call)
         choice, tools = fields.get("tool_choice"), fields.get("tools")
         if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
             allowed = AllowedTools.model_validate(choice.get("allowed_tools", choice))

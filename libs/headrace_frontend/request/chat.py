@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -19,7 +19,12 @@ from headrace_common.limits import (
     SCHEMA_BYTES_MAX,
     TEMPLATE_KWARGS_BYTES_MAX,
 )
-from headrace_frontend.request.images import has_image, image_violations, part_violations
+from headrace_frontend.request.images import (
+    PlainMessages,
+    has_image,
+    image_violations,
+    part_violations,
+)
 from headrace_frontend.request.json_text import NO_TEXT, JsonRejected, is_text, parse_object
 from headrace_frontend.request.schema import enforceable, moved_schema, schema_problem
 from headrace_text.codec import RESERVED_NAMES, ChatMessage, ToolCall
@@ -31,32 +36,33 @@ _TOOL_NAME = re.compile(rf"[A-Za-z0-9_.:/-]{{1,{CHAT_NAME_CHARACTERS_MAX}}}")
 # The template writes it. It cannot be the text of a control token.
 _ROLE = re.compile(rf"[A-Za-z0-9_-]{{1,{ROLE_CHARACTERS_MAX}}}")
 _MESSAGES_MAX = 64
-_RARE_FIELDS = attrgetter("name", "tool_call_id", "reasoning", "tool_calls", "parts")
+_MESSAGE_FIELDS = attrgetter(
+    "role", "content", "name", "tool_call_id", "reasoning", "tool_calls", "parts"
+)
 _NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}}
 
 
-def chat_violations(chat: inference_pb2.Chat) -> dict[str, str]:
-    """Remedies by path of the invalid field."""
-    if not chat.messages:
+def chat_violations(chat: inference_pb2.Chat, plain: PlainMessages) -> dict[str, str]:
+    """Remedies by path of the invalid field. `plain`: see `plain_messages`."""
+    if not plain:
         return {"chat.messages": "must hold at least one message"}
-    if len(chat.messages) > CHAT_MESSAGES_MAX:
-        return {
-            "chat.messages": f"must hold at most {CHAT_MESSAGES_MAX} messages, not {len(chat.messages)}"
-        }
+    if len(plain) > CHAT_MESSAGES_MAX:
+        remedy = f"must hold at most {CHAT_MESSAGES_MAX} messages, not {len(plain)}"
+        return {"chat.messages": remedy}
     violations: dict[str, str] = {}
-    for index, message in enumerate(chat.messages):
-        if _is_plain(message):
+    for index, message in enumerate(plain):
+        if message is not None:
             continue
         if len(violations) >= VIOLATIONS_MAX:
             break
-        violations.update(_message_violations(f"chat.messages[{index}]", message))
+        violations.update(_message_violations(f"chat.messages[{index}]", chat.messages[index]))
     if chat.continue_final_message and chat.messages[-1].tool_calls:
         violations["chat.continue_final_message"] = "the final message has tool_calls; leave it out"
     if chat.continue_final_message and has_image(chat.messages[-1]):
         violations["chat.continue_final_message"] = "the final message has an image; leave it out"
     if not violations:
-        violations.update(image_violations(chat))
-    violations.update(_tool_violations(chat))
+        violations.update(image_violations(chat, plain))
+    violations.update(_tool_violations(chat.tools))
     if chat.HasField("tool_choice"):
         violations.update(_tool_choice_violations(chat))
         if not violations and forces_call(chat):
@@ -66,11 +72,6 @@ def chat_violations(chat: inference_pb2.Chat) -> dict[str, str]:
     return violations
 
 
-def _is_plain(message: inference_pb2.ChatMessage) -> bool:
-    """Whether a message has a known role and text, and nothing else."""
-    return message.role in CHAT_ROLES and not any(_RARE_FIELDS(message))
-
-
 def text_bytes(chat: inference_pb2.Chat) -> int:
     """Bytes of all texts that the chat template may write."""
     return sum(len(text) if text.isascii() else len(text.encode()) for text in _texts(chat))
@@ -78,14 +79,28 @@ def text_bytes(chat: inference_pb2.Chat) -> int:
 
 def plain_text_bytes(request: inference_pb2.GenerateRequest) -> int:
     """Bytes of a prompt's texts that are only encoded. 0 for many messages, of which the template takes more time."""
-    messages = request.chat.messages[: _MESSAGES_MAX + 1]
-    texts = [message.content for message in messages if _is_plain(message)]
+    messages = plain_messages(request.chat.messages[: _MESSAGES_MAX + 1])
+    texts = [message.content for message in messages if message is not None]
     return len("".join(texts or (request.text,)).encode()) if len(texts) <= _MESSAGES_MAX else 0
 
 
-def messages_of(chat: inference_pb2.Chat) -> list[ChatMessage]:
+def plain_messages(messages: Iterable[inference_pb2.ChatMessage]) -> PlainMessages:
+    """Those with a known role and text and nothing else, for the chat template, and None for each of the others.
+
+    A field of a message takes far more time to read than one of these.
+    """
+    return list(map(_plain_message, messages))
+
+
+def _plain_message(message: inference_pb2.ChatMessage) -> ChatMessage | None:
+    role, content, *rare = _MESSAGE_FIELDS(message)
+    return ChatMessage(role, content) if role in CHAT_ROLES and not any(rare) else None
+
+
+def messages_of(chat: inference_pb2.Chat, plain: PlainMessages | None = None) -> list[ChatMessage]:
     """The messages of a valid chat, for the chat template."""
-    return list(map(_message_of, chat.messages))
+    given = plain_messages(chat.messages) if plain is None else plain
+    return [one or _message_of(chat.messages[index]) for index, one in enumerate(given)]
 
 
 def tools_of(chat: inference_pb2.Chat) -> list[dict[str, Any]]:
@@ -168,12 +183,12 @@ def _message_violations(path: str, message: inference_pb2.ChatMessage) -> Iterat
         yield f"{path}.tool_call_id", "only a message of role tool has it; leave it out"
 
 
-def _tool_violations(chat: inference_pb2.Chat) -> Iterator[tuple[str, str]]:
-    if len(chat.tools) > CHAT_TOOLS_MAX:
-        yield "chat.tools", f"must hold at most {CHAT_TOOLS_MAX} tools, not {len(chat.tools)}"
+def _tool_violations(tools: Sequence[tools_pb2.Tool]) -> Iterator[tuple[str, str]]:
+    if len(tools) > CHAT_TOOLS_MAX:
+        yield "chat.tools", f"must hold at most {CHAT_TOOLS_MAX} tools, not {len(tools)}"
         return
     seen: set[str] = set()
-    for index, tool in enumerate(chat.tools):
+    for index, tool in enumerate(tools):
         path = f"chat.tools[{index}]"
         if not _TOOL_NAME.fullmatch(tool.name):
             yield (
@@ -249,8 +264,6 @@ def _texts(chat: inference_pb2.Chat) -> Iterator[str]:
 
 
 def _message_of(message: inference_pb2.ChatMessage) -> ChatMessage:
-    if _is_plain(message):
-        return ChatMessage(message.role, message.content)
     calls = message.tool_calls
     parts = [None if part.HasField("image") else part.text for part in message.parts]
     return ChatMessage(

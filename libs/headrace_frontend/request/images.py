@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from operator import attrgetter
 from typing import TypeAlias
 
 from headrace.inference.v1 import image_pb2, inference_pb2
@@ -15,17 +16,20 @@ from headrace_common.limits import (
     IMAGES_MAX,
 )
 from headrace_kv.prefix.images import content_hash
-from headrace_text.codec import TextCodec
+from headrace_text.codec import ChatMessage, TextCodec
 from headrace_text.images import IMAGES_PIXELS_MAX, ImageRejected, ImageRule, image_size
 
+_PARTS = attrgetter("parts")
 PromptImages: TypeAlias = tuple[image_pb2.PromptImage, ...]
+# See headrace_frontend.request.chat.plain_messages.
+PlainMessages: TypeAlias = Sequence[ChatMessage | None]
 
 
-def images_of(chat: inference_pb2.Chat) -> Iterator[tuple[str, bytes]]:
+def images_of(chat: inference_pb2.Chat, plain: PlainMessages) -> Iterator[tuple[str, bytes]]:
     """The path and the file of each image."""
-    for index, message in enumerate(chat.messages):
-        if parts := message.parts:
-            for number, part in enumerate(parts):
+    for index, message in enumerate(plain):
+        if message is None:
+            for number, part in enumerate(chat.messages[index].parts):
                 if part.HasField("image"):
                     yield f"chat.messages[{index}].parts[{number}].image", part.image.data
 
@@ -33,6 +37,11 @@ def images_of(chat: inference_pb2.Chat) -> Iterator[tuple[str, bytes]]:
 def has_image(message: inference_pb2.ChatMessage) -> bool:
     """Whether a message has an image."""
     return any(part.HasField("image") for part in message.parts)
+
+
+def has_images(chat: inference_pb2.Chat) -> bool:
+    """Whether a message has an image. Few have parts, which are read faster than asked for images."""
+    return any(map(has_image, filter(_PARTS, chat.messages)))
 
 
 def part_violations(path: str, message: inference_pb2.ChatMessage) -> Iterator[tuple[str, str]]:
@@ -50,10 +59,10 @@ def part_violations(path: str, message: inference_pb2.ChatMessage) -> Iterator[t
             yield f"{path}.parts[{number}].image", "only a message of role user has images"
 
 
-def image_violations(chat: inference_pb2.Chat) -> dict[str, str]:
+def image_violations(chat: inference_pb2.Chat, plain: PlainMessages) -> dict[str, str]:
     """Remedies by path of the invalid field. Needs no knowledge of the model."""
     total_bytes = 0
-    for count, (path, data) in enumerate(images_of(chat), 1):
+    for count, (path, data) in enumerate(images_of(chat, plain), 1):
         total_bytes += len(data)
         if count > IMAGES_MAX:
             return {path: f"a request may have at most {IMAGES_MAX} images; leave some out"}
@@ -71,14 +80,14 @@ def image_violations(chat: inference_pb2.Chat) -> dict[str, str]:
 
 
 def with_placeholders(
-    token_ids: array[int], chat: inference_pb2.Chat, rule: ImageRule
+    token_ids: array[int], chat: inference_pb2.Chat, plain: PlainMessages, rule: ImageRule
 ) -> tuple[array[int], PromptImages]:
     """The tokens of a chat with as many placeholders as each image has tokens, and the images.
 
     The template has written one placeholder for each. Raises InvalidRequest.
     """
     expanded, placed, read, pixels = array("I"), [], 0, 0
-    for path, data in images_of(chat):
+    for path, data in images_of(chat, plain):
         try:
             width, height = image_size(data)
             count = rule.tokens_of(width, height)
@@ -114,9 +123,9 @@ def too_many_pixels(pixels: int) -> str:
     )
 
 
-def rule_for(chat: inference_pb2.Chat, codec: TextCodec) -> ImageRule | None:
+def rule_for(chat: inference_pb2.Chat, plain: PlainMessages, codec: TextCodec) -> ImageRule | None:
     """The model's rule for the images of a chat. None for a chat without images. Raises InvalidRequest."""
-    path = next((path for path, _ in images_of(chat)), None)
+    path = next((path for path, _ in images_of(chat, plain)), None)
     if path is None:
         return None
     if codec.images is None:

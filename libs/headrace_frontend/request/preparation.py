@@ -20,7 +20,7 @@ from headrace_frontend.request.computations import (
     TOKENIZE,
     TextThreads,
 )
-from headrace_frontend.request.images import has_image
+from headrace_frontend.request.images import has_images
 from headrace_frontend.request.model_names import Adapters, ModelChoice, resolve_model
 from headrace_frontend.request.sampling import beyond_vocabulary
 from headrace_frontend.request.validation import PreparedRequest, prepare
@@ -174,7 +174,7 @@ class RequestPreparer:
             start_ns=time.monotonic_ns(),
             add_generation_prompt=add_generation_prompt,
         )
-        if request.HasField("chat") and any(map(has_image, request.chat.messages)):
+        if request.HasField("chat") and has_images(request.chat):
             sent = current_input()
             image_bytes = 0 if sent is None else sent.size
             cost_bytes = text_bytes(request.chat) + image_bytes // _IMAGE_BYTES_PER_TEXT_BYTE

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from operator import attrgetter
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
+
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
 
 from headrace.inference.v1 import sampling_pb2
 from headrace_common.limits import (
@@ -73,10 +77,8 @@ def _tag_violations(path: str, text: str) -> Iterator[tuple[str, str]]:
     if not isinstance(triggers, list) or not all(isinstance(one, str) and one for one in triggers):
         yield f"{path}.triggers", "must be a list of texts that are not empty"
     if not isinstance(structures, list) or not all(map(_is_structure, structures)):
-        yield (
-            f"{path}.structures",
-            "must be a list of objects, with texts begin and end, and an object schema",
-        )
+        remedy = "must be a list of objects, with texts begin and end, and an object schema"
+        yield f"{path}.structures", remedy
 
 
 def _is_structure(value: Any) -> bool:
@@ -94,22 +96,20 @@ def _choice_violations(path: str, texts: Sequence[str]) -> Iterator[tuple[str, s
         yield path, f"must hold at most {CHOICE_TEXTS_MAX} texts, not {len(texts)}"
         return
     for index, text in enumerate(texts):
+        place = f"{path}[{index}]"
         if not text:
-            yield f"{path}[{index}]", "must not be empty; leave it out"
+            yield place, "must not be empty; leave it out"
         elif len(text) > CHOICE_TEXTS_MAX:
-            yield (
-                f"{path}[{index}]",
-                f"must have at most {CHOICE_TEXTS_MAX} characters, not {len(text)}",
-            )
+            yield place, f"must have at most {CHOICE_TEXTS_MAX} characters, not {len(text)}"
 
 
-_Field: TypeAlias = Literal[
-    "stop", "stop_token_ids", "bad_words", "include_stop_str_in_output", "skip_special_tokens"
-]
 SEED_MAX = 2**63 - 1
-_TOKEN_FIELDS = attrgetter(
-    "stop_token_ids", "logit_bias", "allowed_token_ids", "bad_token_sequences"
-)
+_TOKEN_BOUNDS = {
+    "stop_token_ids": STOP_TOKENS_MAX,
+    "allowed_token_ids": ALLOWED_TOKENS_MAX,
+    "logit_bias": LOGIT_BIASES_MAX,
+    "bad_token_sequences": BAD_SEQUENCES_MAX,
+}
 _LOGPROBS = ("logprobs", "prompt_logprobs")
 
 
@@ -145,22 +145,29 @@ _TEXT_BOUNDS = {
 _DEFAULT_VALUES: dict[str, Any] = {name: allowed.default for name, allowed in _RANGES.items()}
 _DEFAULTS = sampling_pb2.SamplingParams(top_k=0, **_DEFAULT_VALUES)
 
-_ROUTERS_FIELDS: tuple[_Field, ...] = (
-    *("stop", "stop_token_ids", "bad_words", "include_stop_str_in_output"),
-    "skip_special_tokens",
+_ROUTERS_FIELDS: frozenset[Any] = frozenset(
+    (*_TEXT_BOUNDS, "stop_token_ids", "include_stop_str_in_output", "skip_special_tokens")
 )
+# The fields of a message that are set, by name. Each takes more time to read from the message.
+Given: TypeAlias = Mapping[str, Any]
+# The library makes a descriptor anew for each use, unless one is kept.
+_name_of: Callable[[FieldDescriptor], str] = cache(attrgetter("name"))
 
 
-def sampling_violations(sampling: sampling_pb2.SamplingParams) -> dict[str, str]:
-    """Remedies by path of the invalid field. Needs no knowledge of the model."""
+def given_fields(message: Message) -> Given:
+    """What a message has."""
+    return {_name_of(field): value for field, value in message.ListFields()}
+
+
+def sampling_violations(given: Given) -> dict[str, str]:
+    """Remedies by path of the invalid field of SamplingParams. Needs no knowledge of the model."""
     violations: dict[str, str] = {}
-    given = {field.name: value for field, value in sampling.ListFields()}
     for name, value in given.items():
         allowed = _RANGES.get(name)
         if allowed is not None and not allowed.contains(value):
             violations[f"sampling.{name}"] = f"must be {allowed}, not {value:g}"
     if given.get("seed", 0) > SEED_MAX:
-        violations["sampling.seed"] = f"must be from 0 to {SEED_MAX}, not {sampling.seed}"
+        violations["sampling.seed"] = f"must be from 0 to {SEED_MAX}, not {given['seed']}"
     if given.get("max_tokens") == 0:
         violations["sampling.max_tokens"] = (
             "must be 1 or more; leave it out to use the rest of the context"
@@ -171,34 +178,33 @@ def sampling_violations(sampling: sampling_pb2.SamplingParams) -> dict[str, str]
     for name, bounds in _TEXT_BOUNDS.items():
         if name in given:
             violations.update(_text_violations(f"sampling.{name}", given[name], *bounds))
-    if any(_TOKEN_FIELDS(sampling)):
-        violations.update(_token_violations(sampling))
-    if "max_tokens" in given and sampling.min_tokens > sampling.max_tokens:
+    if not _TOKEN_BOUNDS.keys().isdisjoint(given):
+        violations.update(_token_violations(given))
+    if "max_tokens" in given and given.get("min_tokens", 0) > given["max_tokens"]:
         violations["sampling.min_tokens"] = (
-            f"must be at most max_tokens, {sampling.max_tokens}, not {sampling.min_tokens}"
+            f"must be at most max_tokens, {given['max_tokens']}, not {given['min_tokens']}"
         )
     if "structured_outputs" in given:
-        violations.update(structured_outputs_violations(sampling.structured_outputs))
+        violations.update(structured_outputs_violations(given["structured_outputs"]))
     return violations
 
 
-def vocabulary_violations(
-    sampling: sampling_pb2.SamplingParams, vocabulary_size: int
-) -> dict[str, str]:
+def vocabulary_violations(given: Given, vocabulary_size: int) -> dict[str, str]:
     """Remedies by path of the field with a token beyond the vocabulary. Ignores lists that are too long."""
     violations: dict[str, str] = {}
-    if not any(_TOKEN_FIELDS(sampling)):
+    if _TOKEN_BOUNDS.keys().isdisjoint(given):
         return violations
     lists: dict[str, tuple[Sequence[int], int]] = {
-        "stop_token_ids": (sampling.stop_token_ids, STOP_TOKENS_MAX),
-        "allowed_token_ids": (sampling.allowed_token_ids, ALLOWED_TOKENS_MAX),
+        "stop_token_ids": (given.get("stop_token_ids", ()), STOP_TOKENS_MAX),
+        "allowed_token_ids": (given.get("allowed_token_ids", ()), ALLOWED_TOKENS_MAX),
     }
-    for index, sequence in enumerate(sampling.bad_token_sequences[:BAD_SEQUENCES_MAX]):
+    for index, sequence in enumerate(given.get("bad_token_sequences", ())[:BAD_SEQUENCES_MAX]):
         lists[f"bad_token_sequences[{index}].ids"] = (sequence.ids, BAD_SEQUENCE_TOKENS_MAX)
     for path, (ids, count_max) in lists.items():
         violations.update(beyond_vocabulary(f"sampling.{path}", ids, count_max, vocabulary_size))
-    if len(sampling.logit_bias) <= LOGIT_BIASES_MAX:
-        for token_id in sampling.logit_bias:
+    biases = given.get("logit_bias", ())
+    if len(biases) <= LOGIT_BIASES_MAX:
+        for token_id in biases:
             if token_id >= vocabulary_size:
                 violations[f"sampling.logit_bias[{token_id}]"] = (
                     f"the token must be below {vocabulary_size}; leave it out"
@@ -225,43 +231,32 @@ def _text_violations(
     if len(texts) > count_max:
         yield path, f"must hold at most {count_max} strings, not {len(texts)}"
     for index, text in enumerate(texts[:count_max]):
+        place = f"{path}[{index}]"
         if not text:
-            yield f"{path}[{index}]", "must not be empty; leave it out"
+            yield place, "must not be empty; leave it out"
         elif len(text) > characters_max:
-            yield (
-                f"{path}[{index}]",
-                f"must have at most {characters_max} characters, not {len(text)}",
-            )
+            yield place, f"must have at most {characters_max} characters, not {len(text)}"
 
 
-def _token_violations(sampling: sampling_pb2.SamplingParams) -> Iterator[tuple[str, str]]:
-    bounded = {
-        "stop_token_ids": (len(sampling.stop_token_ids), STOP_TOKENS_MAX),
-        "allowed_token_ids": (len(sampling.allowed_token_ids), ALLOWED_TOKENS_MAX),
-        "logit_bias": (len(sampling.logit_bias), LOGIT_BIASES_MAX),
-        "bad_token_sequences": (len(sampling.bad_token_sequences), BAD_SEQUENCES_MAX),
-    }
-    for name, (count, count_max) in bounded.items():
+def _token_violations(given: Given) -> Iterator[tuple[str, str]]:
+    for name, count_max in _TOKEN_BOUNDS.items():
+        count = len(given.get(name, ()))
         if count > count_max:
             what = "sequences" if name == "bad_token_sequences" else "tokens"
             yield f"sampling.{name}", f"must hold at most {count_max} {what}, not {count}"
-    for index, sequence in enumerate(sampling.bad_token_sequences[:BAD_SEQUENCES_MAX]):
+    for index, sequence in enumerate(given.get("bad_token_sequences", ())[:BAD_SEQUENCES_MAX]):
         if not 0 < len(sequence.ids) <= BAD_SEQUENCE_TOKENS_MAX:
-            yield (
-                f"sampling.bad_token_sequences[{index}].ids",
-                f"must hold 1 to {BAD_SEQUENCE_TOKENS_MAX} tokens, not {len(sequence.ids)}",
-            )
-    for token_id, bias in sampling.logit_bias.items():
+            remedy = f"must hold 1 to {BAD_SEQUENCE_TOKENS_MAX} tokens, not {len(sequence.ids)}"
+            yield f"sampling.bad_token_sequences[{index}].ids", remedy
+    for token_id, bias in given.get("logit_bias", {}).items():
         if not -LOGIT_BIAS_MAX <= bias <= LOGIT_BIAS_MAX:
-            yield (
-                f"sampling.logit_bias[{token_id}]",
-                f"must be from {-LOGIT_BIAS_MAX:g} to {LOGIT_BIAS_MAX:g}, not {bias:g}",
-            )
+            remedy = f"must be from {-LOGIT_BIAS_MAX:g} to {LOGIT_BIAS_MAX:g}, not {bias:g}"
+            yield f"sampling.logit_bias[{token_id}]", remedy
             break
 
 
 def with_defaults(
-    sampling: sampling_pb2.SamplingParams, max_tokens: int
+    sampling: sampling_pb2.SamplingParams, given: Given, max_tokens: int
 ) -> sampling_pb2.SamplingParams:
     """The parameters for the decode worker, with every default filled in.
 
@@ -271,7 +266,7 @@ def with_defaults(
     filled.CopyFrom(_DEFAULTS)
     filled.MergeFrom(sampling)
     filled.max_tokens = max_tokens
-    for name in _ROUTERS_FIELDS:
+    for name in _ROUTERS_FIELDS.intersection(given):
         filled.ClearField(name)
     return filled
 

@@ -128,12 +128,8 @@ def byte_violations(
     size = len(request.text.encode()) if request.HasField("text") else text_bytes(request.chat)
     if size <= bytes_max:
         return {}
-    return {
-        prompt_field(
-            request
-        ): f"has {size} bytes of text, and {CONTEXT_WORDS} {tokens_max} tokens, which takes at "
-        f"most {bytes_max}; shorten it by {size - bytes_max} bytes"
-    }
+    remedy = f"has {size} bytes of text, and {CONTEXT_WORDS} {tokens_max} tokens, which takes at most {bytes_max}"
+    return {prompt_field(request): f"{remedy}; shorten it by {size - bytes_max} bytes"}
 
 
 def length_violations(
@@ -146,12 +142,8 @@ def length_violations(
         return {}
     room = context - prompt_tokens
     if room < 1:
-        return {
-            prompt_field(
-                request
-            ): f"has {prompt_tokens} tokens, and {CONTEXT_WORDS} {context} tokens, which must "
-            f"also fit one generated token; shorten it by {1 - room}"
-        }
+        remedy = f"has {prompt_tokens} tokens, and {CONTEXT_WORDS} {context} tokens, which must also fit one"
+        return {prompt_field(request): f"{remedy} generated token; shorten it by {1 - room}"}
     if request.sampling.max_tokens > room:
         return {
             "sampling.max_tokens": f"must be at most {room}, as the prompt has {prompt_tokens} tokens and "

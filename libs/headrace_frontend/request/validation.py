@@ -7,7 +7,7 @@ import time
 from array import array
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Final, Literal, TypeAlias
+from typing import Final, NamedTuple
 
 from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import first_token_pb2, inference_pb2, sampling_pb2
@@ -29,14 +29,22 @@ from headrace_frontend.request.chat import (
     forced_call_schema,
     forces_call,
     messages_of,
+    plain_messages,
     template_kwargs_of,
     tools_of,
 )
-from headrace_frontend.request.images import PromptImages, rule_for, with_placeholders
+from headrace_frontend.request.images import (
+    PlainMessages,
+    PromptImages,
+    rule_for,
+    with_placeholders,
+)
 from headrace_frontend.request.model_names import NO_ADAPTERS, Adapters, resolve_model
 from headrace_frontend.request.sampling import (
+    Given,
     bad_word_tokens,
     beyond_vocabulary,
+    given_fields,
     sampling_violations,
     vocabulary_violations,
     with_defaults,
@@ -58,10 +66,10 @@ from headrace_text.codec import TextCodec, TooManyTokens
 
 REQUEST_ID_CHARACTERS_MAX = 128
 _REQUEST_ID = re.compile(r"[!-~]*")
-_PROMPT_FIELDS: Final[tuple[Literal["text", "chat", "tokens"], ...]] = ("text", "chat", "tokens")
-_ID_FIELDS: Final[tuple[Literal["tokens", "generated"], ...]] = ("tokens", "generated")
-_DurationField: TypeAlias = Literal["ttft_target", "tpot_target", "keep"]
-_DURATIONS: Final[tuple[_DurationField, ...]] = ("ttft_target", "tpot_target", "keep")
+_PROMPT_FIELDS: Final = ("text", "chat", "tokens")
+_PROMPT_PATHS: Final = frozenset((*_PROMPT_FIELDS, "prompt"))
+_ID_FIELDS: Final = ("tokens", "generated")
+_DURATIONS: Final = ("ttft_target", "tpot_target", "keep")
 _PLACEMENTS = frozenset(inference_pb2.PrefillPlacement.values())
 _LOCAL, _REMOTE = inference_pb2.PREFILL_PLACEMENT_LOCAL, inference_pb2.PREFILL_PLACEMENT_REMOTE
 _FIRST_TOKEN_POLICIES = frozenset(first_token_pb2.FirstTokenPolicy.values())
@@ -161,8 +169,9 @@ def prepare(
     without workers. `cache_salt` is that of the tenant. A text of too many bytes for the context is not tokenized.
     `start_ns` becomes that of `tokenized_ns`. Raises InvalidRequest with every violation at once.
     """
-    sampling = request.sampling
-    violations = request_violations(request)
+    sampling, fields = request.sampling, _fields_of(request)
+    _, given, sampled, _ = fields
+    violations = _violations(fields)
     try:
         choice = resolve_model(request.model, codecs, adapters, request.adapter)
     except InvalidRequest as error:
@@ -172,37 +181,36 @@ def prepare(
     context = min(max_model_len.get(model) or codec.max_model_len, PROMPT_TOKENS_MAX)
     token_ids = array("I")
     images: PromptImages = ()
-    if not {path.partition(".")[0] for path in violations} & {*_PROMPT_FIELDS, "prompt"}:
+    if _PROMPT_PATHS.isdisjoint([path.partition(".")[0] for path in violations]):
         prompt_violations = byte_violations(request, codec, context)
         if not prompt_violations:
             token_ids, images, prompt_violations = _tokenized(
-                request, codec, context, cache_salt, add_generation_prompt=add_generation_prompt
+                fields, codec, context, cache_salt, add_generation_prompt=add_generation_prompt
             )
         violations.update(prompt_violations)
-    violations.update(_vocabulary_violations(request, codec.vocabulary_size, context))
+    violations.update(_vocabulary_violations(fields, codec.vocabulary_size, context))
     if violations:
         beyond = any(CONTEXT_WORDS in remedy for remedy in violations.values())
         raise InvalidRequest(violations, cause="context_length_exceeded" if beyond else "")
     max_tokens = sampling.max_tokens or tokens_left(context, len(token_ids))
-    generated = tuple(request.generated.ids)
+    generated = tuple(given["generated"].ids) if "generated" in given else ()
     violations = room_violations(sampling, max_tokens, len(generated))
-    if gives_logprobs := sampling.HasField("prompt_logprobs"):
+    if gives_logprobs := "prompt_logprobs" in sampled:
         violations.update(prompt_logprobs_violations(request, len(token_ids)))
     if violations:
         raise InvalidRequest(violations)
     ttft_target_s, tpot_target_s, keep_s = [
-        seconds_from_duration(getattr(request, name)) if request.HasField(name) else None
-        for name in _DURATIONS
+        seconds_from_duration(given[name]) if name in given else None for name in _DURATIONS
     ]
-    model_stops = frozenset() if sampling.ignore_eos else codec.stop_token_ids
+    model_stops = frozenset() if sampled.get("ignore_eos") else codec.stop_token_ids
     return PreparedRequest(
         request_id=request_id,
         model=model,
         codec=codec,
         token_ids=token_ids,
-        sampling=_workers_sampling(request, codec, max_tokens),
-        stop_token_ids=tuple(sorted(model_stops.union(sampling.stop_token_ids))),
-        stop_strings=tuple(sampling.stop),
+        sampling=_workers_sampling(fields, codec, max_tokens),
+        stop_token_ids=tuple(sorted(model_stops.union(sampled.get("stop_token_ids", ())))),
+        stop_strings=tuple(sampled.get("stop", ())),
         # Only the engine that generates has the logits of all positions, when it computes them all.
         placement=_LOCAL if gives_logprobs else request.prefill_placement,
         first_token=request.first_token,
@@ -210,15 +218,14 @@ def prepare(
         cache_salt=adapter_salt(client_salt(cache_salt, request.cache_salt), choice.adapter),
         tenant_salt=cache_salt,
         adapter=choice.adapter,
-        keeps_stop=sampling.include_stop_str_in_output,
-        skips_special_tokens=sampling.skip_special_tokens
-        or not sampling.HasField("skip_special_tokens"),
+        keeps_stop=sampled.get("include_stop_str_in_output", False),
+        skips_special_tokens=sampled.get("skip_special_tokens", True),
         priority=priority,
         tenant=tenant,
         ttft_target_s=ttft_target_s,
         tpot_target_s=tpot_target_s,
         keep_s=keep_s,
-        includes_latency=request.include_latency,
+        includes_latency=given.get("include_latency", False),
         tokenized_ns=(start_ns, time.monotonic_ns()),
         images=images,
         # Protobuf copies them, which takes milliseconds.
@@ -227,94 +234,114 @@ def prepare(
     )
 
 
+class _Fields(NamedTuple):
+    """What a request has, read from its message once. `sampled` has the fields of its sampling."""
+
+    request: inference_pb2.GenerateRequest
+    given: Given
+    sampled: Given
+    plain: PlainMessages
+
+
+def _fields_of(request: inference_pb2.GenerateRequest) -> _Fields:
+    given = given_fields(request)
+    plain = plain_messages(given["chat"].messages) if "chat" in given else ()
+    return _Fields(request, given, given_fields(request.sampling), plain)
+
+
 def _workers_sampling(
-    request: inference_pb2.GenerateRequest, codec: TextCodec, max_tokens: int
+    fields: _Fields, codec: TextCodec, max_tokens: int
 ) -> sampling_pb2.SamplingParams:
-    sampling = with_defaults(request.sampling, max_tokens)
-    for ids in bad_word_tokens(request.sampling.bad_words, codec):
-        sampling.bad_token_sequences.add(ids=ids)
-    schema = forced_call_schema(request.chat) if request.HasField("chat") else None
+    filled = with_defaults(fields.request.sampling, fields.sampled, max_tokens)
+    for ids in bad_word_tokens(fields.sampled.get("bad_words", ()), codec):
+        filled.bad_token_sequences.add(ids=ids)
+    schema = forced_call_schema(fields.given["chat"]) if "chat" in fields.given else None
     if schema is not None:
-        sampling.structured_outputs.json = schema
-    return sampling
+        filled.structured_outputs.json = schema
+    return filled
 
 
 def request_violations(request: inference_pb2.GenerateRequest) -> dict[str, str]:
     """Remedies by path of the invalid field. Needs no knowledge of the model."""
-    sampling = request.sampling
-    violations = sampling_violations(sampling)
-    violations.update(_prompt_violations(request))
-    violations.update(_id_violations(request))
-    violations.update(_answer_violations(request))
-    placement = request.prefill_placement
+    return _violations(_fields_of(request))
+
+
+def _violations(fields: _Fields) -> dict[str, str]:
+    given = fields.given
+    violations = sampling_violations(fields.sampled)
+    violations.update(_prompt_violations(fields))
+    violations.update(_id_violations(given))
+    violations.update(_answer_violations(given))
+    placement = given.get("prefill_placement", 0)
     if placement not in _PLACEMENTS:
         violations["prefill_placement"] = "must be one of the named values"
-    elif placement == _REMOTE and sampling.HasField("prompt_logprobs"):
+    elif placement == _REMOTE and "prompt_logprobs" in fields.sampled:
         violations["prefill_placement"] = "excludes sampling.prompt_logprobs; leave out one of them"
-    if request.first_token not in _FIRST_TOKEN_POLICIES:
+    if given.get("first_token", 0) not in _FIRST_TOKEN_POLICIES:
         violations["first_token"] = "must be one of the named values"
-    if len(request.cache_salt) > CLIENT_SALT_CHARACTERS_MAX:
+    if len(given.get("cache_salt", "")) > CLIENT_SALT_CHARACTERS_MAX:
         violations["cache_salt"] = f"must have at most {CLIENT_SALT_CHARACTERS_MAX} characters"
-    for target in filter(request.HasField, _DURATIONS[:2]):
-        if not 0 < seconds_from_duration(getattr(request, target)) <= TOKEN_TARGET_MAX_S:
+    for target in _DURATIONS[:2]:
+        if target in given and not 0 < seconds_from_duration(given[target]) <= TOKEN_TARGET_MAX_S:
             violations[target] = f"must be above 0 s and at most {TOKEN_TARGET_MAX_S} s"
     return violations
 
 
-def _prompt_violations(request: inference_pb2.GenerateRequest) -> dict[str, str]:
-    given = [name for name in _PROMPT_FIELDS if request.HasField(name)]
-    if not given:
+def _prompt_violations(fields: _Fields) -> dict[str, str]:
+    given = fields.given
+    names = [name for name in _PROMPT_FIELDS if name in given]
+    if not names:
         return {"prompt": "set one of text, chat and tokens"}
-    if len(given) > 1:
-        return {"prompt": f"set only one of text, chat and tokens, not {' and '.join(given)}"}
-    if given == ["text"]:
-        return {} if request.text else {"text": "must not be empty"}
-    if given == ["tokens"]:
-        return {} if request.tokens.ids else {"tokens.ids": "must not be empty"}
-    violations = chat_violations(request.chat)
-    if request.sampling.HasField("structured_outputs") and forces_call(request.chat):
+    if len(names) > 1:
+        return {"prompt": f"set only one of text, chat and tokens, not {' and '.join(names)}"}
+    if names == ["text"]:
+        return {} if given["text"] else {"text": "must not be empty"}
+    if names == ["tokens"]:
+        return {} if given["tokens"].ids else {"tokens.ids": "must not be empty"}
+    violations = chat_violations(given["chat"], fields.plain)
+    if "structured_outputs" in fields.sampled and forces_call(given["chat"]):
         remedy = "excludes sampling.structured_outputs; leave out one of them"
         violations["chat.tool_choice.mode"] = remedy
     return violations
 
 
-def _id_violations(request: inference_pb2.GenerateRequest) -> Iterator[tuple[str, str]]:
-    given = {"request_id": request.request_id, "conversation_id": request.conversation_id}
-    for name, text in given.items():
+def _id_violations(given: Given) -> Iterator[tuple[str, str]]:
+    for name in ("request_id", "conversation_id"):
+        text = given.get(name, "")
         if len(text) > REQUEST_ID_CHARACTERS_MAX:
             yield name, f"must have at most {REQUEST_ID_CHARACTERS_MAX} characters"
-        elif not _REQUEST_ID.fullmatch(text):
+        elif text and not _REQUEST_ID.fullmatch(text):
             yield name, "must hold visible ASCII characters only, without spaces"
 
 
-def _answer_violations(request: inference_pb2.GenerateRequest) -> Iterator[tuple[str, str]]:
-    n, best_of = request.n, request.best_of
+def _answer_violations(given: Given) -> Iterator[tuple[str, str]]:
+    n, best_of = given.get("n", 0), given.get("best_of", 0)
     several = max(n, best_of) > 1
-    continued = bool(request.generated.ids)
+    continued = "generated" in given and bool(given["generated"].ids)
     if n > ANSWERS_MAX:
         yield "n", f"must be from 1 to {ANSWERS_MAX}, not {n}"
     if best_of > ANSWERS_MAX:
         yield "best_of", f"must be from n to {ANSWERS_MAX}, not {best_of}"
     elif best_of and best_of < max(1, n):
         yield "best_of", f"must be at least n, {n}, not {best_of}"
-    keeps = request.HasField("keep")
-    if keeps and not 0 < seconds_from_duration(request.keep) <= KEEP_MAX_S:
+    keeps = "keep" in given
+    if keeps and not 0 < seconds_from_duration(given["keep"]) <= KEEP_MAX_S:
         yield "keep", f"must be above 0 s and at most {KEEP_MAX_S} s"
     elif keeps and several:
         yield "keep", "excludes several answers; ask for one"
     if continued and several:
         yield "generated", "must be empty for several answers; send n=1 for each of them"
     # Generate has replaced it by the messages.
-    if request.resume:
+    if "resume" in given:
         yield "resume", "needs chat, and Generate of a router; send all messages"
-    if request.store and not request.HasField("chat"):
+    if "store" in given and "chat" not in given:
         yield "store", "needs chat; set chat, or leave it out"
-    elif request.store and (continued or several):
+    elif "store" in given and (continued or several):
         yield "store", "excludes generated and several answers; leave it out"
 
 
 def _tokenized(
-    request: inference_pb2.GenerateRequest,
+    fields: _Fields,
     codec: TextCodec,
     context: int,
     cache_scope: str,
@@ -322,6 +349,7 @@ def _tokenized(
     add_generation_prompt: bool,
 ) -> tuple[array[int], PromptImages, dict[str, str]]:
     """The prompt's tokens and images, and the violations that only they show."""
+    request, _, _, plain = fields
     images: PromptImages = ()
     try:
         if request.HasField("tokens"):
@@ -330,9 +358,9 @@ def _tokenized(
             token_ids = array("I", codec.encode(request.text, context or None))
         else:
             chat = request.chat
-            rule = rule_for(chat, codec)
+            rule = rule_for(chat, plain, codec)
             token_ids = codec.encode_chat(
-                messages_of(chat),
+                messages_of(chat, plain),
                 continue_final_message=chat.continue_final_message,
                 tokens_max=context or None,
                 tools=tools_of(chat),
@@ -341,7 +369,7 @@ def _tokenized(
                 add_generation_prompt=add_generation_prompt,
             )
             if rule is not None:
-                token_ids, images = with_placeholders(token_ids, chat, rule)
+                token_ids, images = with_placeholders(token_ids, chat, plain, rule)
     except TooManyTokens as error:
         if not error.count:
             why = f"has far too many tokens, and {CONTEXT_WORDS} {context} tokens; shorten it"
@@ -352,13 +380,11 @@ def _tokenized(
     return token_ids, images, length_violations(request, len(token_ids), context)
 
 
-def _vocabulary_violations(
-    request: inference_pb2.GenerateRequest, vocabulary_size: int, context: int
-) -> dict[str, str]:
-    violations = vocabulary_violations(request.sampling, vocabulary_size)
+def _vocabulary_violations(fields: _Fields, vocabulary_size: int, context: int) -> dict[str, str]:
+    violations = vocabulary_violations(fields.sampled, vocabulary_size)
     for name in _ID_FIELDS:
-        if request.HasField(name):
-            ids = getattr(request, name).ids
+        if name in fields.given:
+            ids = fields.given[name].ids
             # A longer list is rejected for its length.
             violations.update(beyond_vocabulary(f"{name}.ids", ids, context, vocabulary_size))
     return violations

@@ -70,6 +70,8 @@ class BlockBody(LenientBody):
         str | Annotated[list[BlockBody], Field(fail_fast=True, max_length=_BLOCKS_MAX)] | None
     ) = None
 
+    older = frozenset({"type"})
+
     @classmethod
     def translated(cls, fields: dict[str, Any]) -> dict[str, Any]:
         kind = fields.get("type")

@@ -40,6 +40,8 @@ class PartBody(LenientBody):
     refusal: str = ""
     image_url: str = ""
 
+    older = frozenset({"type"})
+
     @classmethod
     def translated(cls, fields: dict[str, Any]) -> dict[str, Any]:
         kind = fields.get("type")
@@ -85,6 +87,8 @@ class ItemBody(LenientBody):
     arguments: str = ""
     output: str | _Parts = ""
     summary: _Parts | None = None
+
+    older = frozenset({"type"})
 
     @classmethod
     def translated(cls, fields: dict[str, Any]) -> dict[str, Any]:
@@ -223,6 +227,8 @@ class ResponsesBody(ForwardingBody):
     prompt: Any = None
     sent_input: Any = None
     """The input as it was sent."""
+
+    older = frozenset({"input"})
 
     @classmethod
     def translated(cls, fields: dict[str, Any]) -> dict[str, Any]:

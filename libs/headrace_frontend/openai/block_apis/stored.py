@@ -50,11 +50,13 @@ class ConversationBody(LenientBody):
 
     metadata: Metadata
     items: Annotated[list[ItemBody], Field(default_factory=list, max_length=ADDED_ITEMS_MAX)]
-    sent_items: Any = None
+    sent_items: Any = Field(default_factory=list)
+
+    older = frozenset({"items"})
 
     @classmethod
     def translated(cls, fields: dict[str, Any]) -> dict[str, Any]:
-        return {**fields, "sent_items": fields.get("items", [])}
+        return {**fields, "sent_items": fields["items"]}
 
     @model_validator(mode="after")
     def _check(self) -> ConversationBody:
