@@ -13,15 +13,20 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from headrace.inference.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2
-from headrace_cli.commands.workers import move_answer
-from headrace_common.errors import Conflict, NoDecodeWorker, WorkerGone
+from headrace.inference.v1 import image_pb2, inference_pb2, inference_pb2_grpc, sampling_pb2
+from headrace_cli.commands.workers import drain_worker, move_answer
+from headrace_cli.up.supervisor import Spawn
+from headrace_common.errors import Conflict, InvalidRequest, NoDecodeWorker, WorkerGone
 from headrace_common.rpc.status import error_from_rpc
+from tests.fork_server import TORCHVISION, TORCHVISION_PATH
 from tests.freezing import freeze
 from tests.suite.deployment import Suite, all_begun, greedy, suite
 from tests.vllm import adapters
 from tests.vllm.conftest import on_services
-from tests.vllm.pair import STEPS_AHEAD
+from tests.vllm.image_prompts import SMALL
+from tests.vllm.mended import mended
+from tests.vllm.pair import DRAFTS, STEPS_AHEAD
+from tests.vllm.test_both_roles import with_two_ranks
 from tests.vllm.test_services import LOCAL, REMOTE, SEEDED, prompt_of
 
 TOKENS = 1_700
@@ -68,6 +73,11 @@ async def ask(
 async def begin(
     it: Suite, requests: Sequence[inference_pb2.GenerateRequest]
 ) -> list[asyncio.Task[Answer]]:
+    """Their ids are r0, r1 and so on."""
+    for number, one in enumerate(requests):
+        one.request_id = f"r{number}"
+        # Else the target would have the KV of the undisturbed run.
+        one.cache_salt = "moved"
     begun = [asyncio.Event() for _ in requests]
     tasks = [
         asyncio.create_task(ask(it, one, event)) for one, event in zip(requests, begun, strict=True)
@@ -96,27 +106,59 @@ def of_every_kind() -> list[inference_pb2.GenerateRequest]:
     return [*usual(), grammar, choices, poet]
 
 
-VARIANTS = [
-    pytest.param("tiny-llama", adapters.ARGUMENTS, of_every_kind, id="every kind"),
-    pytest.param("tiny-llama", STEPS_AHEAD, usual, id="steps ahead"),
-    pytest.param("tiny-gemma3", "", usual, id="windows"),
-]
+def only_greedy() -> list[inference_pb2.GenerateRequest]:
+    """On processors, vLLM divides the logits of drafts by temperatures that it never wrote, unless all are greedy."""
+    return [request_of(1), request_of(2, placement=REMOTE)]
 
 
-@pytest.mark.parametrize(("model", "engine_args", "requests"), VARIANTS)
+def with_image() -> list[inference_pb2.GenerateRequest]:
+    parts = [
+        image_pb2.ContentPart(image=image_pb2.Image(data=SMALL.data)),
+        image_pb2.ContentPart(text="What is in it? " * 8),
+    ]
+    asked = usual(400)
+    for one in asked:
+        one.ClearField("tokens")
+        one.chat.messages.add(role="user", parts=parts)
+    return asked
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """`sends`: the source sends KV. Else the target computes it."""
+
+    model: str
+    engine_args: str = ""
+    requests: Callable[[], list[inference_pb2.GenerateRequest]] = usual
+    spawning: Callable[[Spawn], Spawn] = mended
+    sends: bool = True
+
+
+VARIANTS = {
+    "every kind": Variant("tiny-llama", adapters.ARGUMENTS, of_every_kind),
+    "steps ahead": Variant("tiny-llama", STEPS_AHEAD),
+    "windows": Variant("tiny-gemma3"),
+    "ranks": Variant("tiny-llama", requests=lambda: usual(400), spawning=with_two_ranks),
+    "drafts": Variant("tiny-llama", DRAFTS, only_greedy),
+    "images": Variant("tiny-llava", requests=with_image),
+    # On processors, vLLM caches no prefixes of latent attention.
+    "latent": Variant("tiny-deepseek-v3", requests=lambda: usual(600), sends=False),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
 async def test_answers_move_there_and_back(
-    tmp_path: Path,
-    model: str,
-    engine_args: str,
-    requests: Callable[[], list[inference_pb2.GenerateRequest]],
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with suite(tmp_path, **workers(model, engine_args)) as it:
-        asked = requests()
+    variant = VARIANTS[name]
+    if name == "images":
+        if TORCHVISION_PATH and not TORCHVISION.is_dir():
+            pytest.skip("torchvision is missing: make test-vllm fetches it")
+        monkeypatch.setenv("PYTHONPATH", ":".join(TORCHVISION_PATH))
+    options = workers(variant.model, variant.engine_args)
+    async with suite(tmp_path, spawning=variant.spawning, **options) as it:
+        asked = variant.requests()
         plain = [await ask(it, one) for one in asked]
-        for number, one in enumerate(asked):
-            one.request_id = f"r{number}"
-            # Else the target would have the KV of the undisturbed run.
-            one.cache_salt = "moved"
         running = await begin(it, asked)
         moves: list[inference_pb2.AnswerMove] = []
         for _ in range(2):
@@ -125,24 +167,45 @@ async def test_answers_move_there_and_back(
         for answer, undisturbed in zip(await asyncio.gather(*running), plain, strict=True):
             answer.check(undisturbed)
         assert {move.source_worker_id for move in moves} == {"worker-0", "worker-1"}
-        assert any(move.payload_bytes for move in moves)
-        for name in ("worker-0", "worker-1"):
-            await it.wait_empty(name, timeout_s=20)
+        assert any(move.payload_bytes for move in moves) == variant.sends
+        for worker in ("worker-0", "worker-1"):
+            await it.wait_empty(worker, timeout_s=20)
 
 
+async def test_an_answer_with_states_stays_and_is_computed_again(tmp_path: Path) -> None:
+    async with suite(tmp_path, spawning=mended, **workers("tiny-lfm2")) as it:
+        asked = usual(400)
+        plain = [await ask(it, one) for one in asked]
+        running = await begin(it, asked)
+        for one in asked:
+            with pytest.raises(InvalidRequest, match="has states"):
+                await move_answer(it.deployment.registry, one.request_id, "")
+        victim, survivor = await it.busier("worker-0", "worker-1")
+        await drain_worker(it.deployment.registry, victim, 0.5, wait=True, console=None)
+        answers = await asyncio.gather(*running)
+        for answer, undisturbed in zip(answers, plain, strict=True):
+            answer.check(undisturbed, attempts=2)
+            assert answer.last[0].timing.decode_worker_id == survivor
+        for answer in answers:
+            receipt, timing = answer.last[0].usage.receipt, answer.last[0].timing
+            again = timing.attempts - 1
+            assert (receipt.moves, bool(receipt.recomputed_tokens)) == (again, bool(again))
+
+
+@pytest.mark.core
 def test_the_page_has_the_variants() -> None:
     page = Path("docs/architecture/moves.md").read_text()
     table = page.partition("| variant |")[2].partition("\n\n")[0]
-    rows = [row.split("|")[1].strip() for row in table.splitlines()[2:]]
-    assert rows == [variant.id for variant in VARIANTS]
+    rows = [tuple(cell.strip() for cell in row.split("|")[1:3]) for row in table.splitlines()[2:]]
+    ways = {True: "moves with its KV", False: "moves, computed by the target"}
+    moved = [(name, ways[variant.sends]) for name, variant in VARIANTS.items()]
+    assert rows == [*moved, ("states", "stays, and is replayed")]
 
 
 async def test_a_killed_target_and_a_killed_source_end_no_answer(tmp_path: Path) -> None:
     async with suite(tmp_path, **workers("tiny-llama", count=3)) as it:
         asked = usual()
         plain = [await ask(it, one) for one in asked]
-        for number, one in enumerate(asked):
-            one.request_id, one.cache_salt = f"r{number}", "moved"
         running = await begin(it, asked)
 
         def move(request_id: str, worker_id: str) -> asyncio.Task[Any]:

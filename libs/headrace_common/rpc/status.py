@@ -107,7 +107,8 @@ _WITHOUT_DETAILS: Mapping[grpc.StatusCode, type[HeadraceError]] = {
 
 def status_of(error: HeadraceError) -> status_pb2.Status:
     """The google.rpc.Status of an error: ErrorInfo, and BadRequest or RetryInfo if they apply."""
-    metadata = _bounded_values(error.metadata)
+    # Sent on, it has details, and its receiver must not think that this service does not answer.
+    metadata = _bounded_values({k: v for k, v in error.metadata.items() if k != "grpc_code"})
     status = status_pb2.Status(
         code=error.code.value[0], message=_bounded(error.detail, _DETAIL_BYTES_MAX)
     )

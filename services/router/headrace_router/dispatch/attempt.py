@@ -37,6 +37,7 @@ from headrace_router.dispatch.messages import (
     Policy,
     begins_early,
     prefill_task,
+    worker_gone,
 )
 from headrace_router.dispatch.retry_policy import FailedAttempt
 from headrace_router.placement import Decision
@@ -391,21 +392,14 @@ class Attempt(RunningAttempt, LinkedAnswer):
         if isinstance(error, DeadlineExceeded) and "waited_for" not in error.metadata:
             return DeadlineExceeded.waiting_for(self._waited_for())
         if isinstance(error, WorkerGone) and "worker_id" not in error.metadata:
-            return self._gone(f"vanished: {error.detail}", error)
+            return worker_gone(self.decode_worker, f"vanished: {error.detail}", error)
         if isinstance(error, ProtocolViolation):
             ref = self.decode_worker
             metadata = {**error.metadata, "worker_id": ref.worker_id}
             return ProtocolViolation(f"decode worker {ref} {error.detail}", metadata=metadata)
         if isinstance(error, Unauthenticated):
-            return self._gone(f"rejected this router: {error.detail}", error)
+            return worker_gone(self.decode_worker, f"rejected this router: {error.detail}", error)
         return error
-
-    def _gone(self, problem: str, cause: HeadraceError) -> WorkerGone:
-        ref = self.decode_worker
-        return WorkerGone(
-            f"decode worker {ref} {problem}",
-            metadata={**cause.metadata, "worker_id": ref.worker_id},
-        )
 
     def _waited_for(self) -> str:
         """The event that the attempt waits for now, for an error message."""

@@ -1,4 +1,4 @@
-"""The messages with which an attempt asks a decode and a prefill worker. Pure."""
+"""The messages with which an attempt asks a decode and a prefill worker, and the error of a lost one. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import first_token_pb2, inference_pb2, sampling_pb2
 from headrace.prefill.v1 import prefill_pb2
 from headrace.registry.v1 import registry_pb2
+from headrace_common.errors import HeadraceError, WorkerGone
 from headrace_frontend.request.validation import PreparedRequest
+from headrace_kv.layout import WorkerRef
 from headrace_router.placement import Decision
 
 Policy: TypeAlias = first_token_pb2.FirstTokenPolicy.ValueType
@@ -85,3 +87,9 @@ def prefill_task(
     elif first_token == BY_DECODE:
         del task.token_ids[-1]
     return task
+
+
+def worker_gone(ref: WorkerRef, problem: str, cause: HeadraceError) -> WorkerGone:
+    """Names the decode worker."""
+    metadata = {**cause.metadata, "worker_id": ref.worker_id}
+    return WorkerGone(f"decode worker {ref} {problem}", metadata=metadata)

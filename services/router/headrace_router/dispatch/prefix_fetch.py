@@ -19,7 +19,7 @@ from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import receipt_pb2, sampling_pb2
 from headrace.kv.v1 import prefix_pb2, prefix_pb2_grpc
 from headrace.prefill.v1 import prefill_pb2
-from headrace_common.errors import DeadlineExceeded, DecodeFull, HeadraceError
+from headrace_common.errors import DeadlineExceeded, DecodeFull, HeadraceError, WorkerGone
 from headrace_common.identity import new_transfer_id
 from headrace_common.rpc.status import error_from_rpc
 from headrace_common.rpc.token_ids import token_ids_message
@@ -30,6 +30,7 @@ from headrace_kv.compatibility import layout_hash
 from headrace_kv.layout import STATE, WorkerRef
 from headrace_kv.prefix.fetch_rule import FetchRule
 from headrace_router.decode_link.answer import LinkedAnswer, Logprobs
+from headrace_router.dispatch.messages import worker_gone
 from headrace_router.placement import Decision
 from headrace_router.prefill_queue.task import SignTask
 from headrace_router.prefix_cache.cached_prompts import CachedPrompts
@@ -179,7 +180,9 @@ class Warming:
         finally:
             asking.cancel()
         if warmed.ended.done() and (failure := warmed.ended.result()) is not None:
-            raise failure
+            gone = isinstance(failure, WorkerGone)
+            problem = f"vanished: {failure.detail}"
+            raise worker_gone(self.target.ref, problem, failure) if gone else failure
         return sent_bytes
 
     async def _send(self, source: KvSource, transfer_id: str, reserved: decode_pb2.Reserved) -> Any:

@@ -279,6 +279,25 @@ async def test_the_receipt_has_what_a_move_cost_that_failed(rig: Rig) -> None:
     assert (receipt.decode_device_us, receipt.computed_tokens, receipt.moves) == (14, 18, 0)
 
 
+@pytest.mark.parametrize("warm", [False, True])
+async def test_the_error_of_a_move_names_the_lost_target(rig: Rig, warm: bool) -> None:
+    course = Course()
+    if not warm:
+        course.warm.clear()
+    reader = await begin(rig, course)
+    moving = asyncio.create_task(move(rig))
+    target = rig.decodes[1]
+    # The source refuses to send, so the second request is for the KV too.
+    await until(lambda: course.continued.is_set() if warm else len(target.requests) == 2)
+    await target.kill()
+    with pytest.raises(WorkerGone, match=r"decode worker d1.* vanished") as gone:
+        await moving
+    # With this, the router would not have answered.
+    assert "grpc_code" not in gone.value.metadata
+    course.source_goes_on.set()
+    assert (await reader.whole()).timing.decode_worker_id == "d0"
+
+
 async def test_a_choice_that_has_ended_keeps_no_other_one(rig: Rig) -> None:
     course = Course()
     reader = await begin(rig, course)
