@@ -12,6 +12,12 @@ from functools import partial
 import pytest
 
 from headrace.inference.v1 import sampling_pb2
+from headrace_common.errors import (
+    HeadraceError,
+    ProtocolViolation,
+    TransferFailed,
+    TransferTimeout,
+)
 from headrace_router.dispatch.attempt import Attempt
 from tests.model.explorer import Course, explore, run, run_random
 from tests.model.ground import Violation
@@ -73,6 +79,25 @@ def end_as_the_target_begins() -> None:
 
 def test_a_source_that_ends_as_the_target_begins_has_the_answer() -> None:
     end_as_the_target_begins()
+
+
+@pytest.mark.parametrize("error", [ProtocolViolation, TransferFailed, TransferTimeout])
+def test_the_target_computes_kv_that_does_not_arrive(error: type[HeadraceError]) -> None:
+    """As when the target has lost the message of the landed layers, and the source has ended."""
+    world = MoveWorld()
+    while not world.workers["d0"].sending:
+        world.choices()[0][1]()
+    source, target = world.workers.values()
+    (warmed,) = target.requests
+    world.loop.settle(partial(source.end_sending, source.sending[0], refused=False))
+    world.loop.settle(partial(target.fail, warmed, error("as modelled")))
+    while not world.at_rest:
+        world.choices()[0][1]()
+        world.check_step()
+    world.check_rest()
+    assert world.last is not None
+    assert world.last.timing.decode_worker_id == "d1"
+    world.close()
 
 
 def _found(ahead: int) -> str:

@@ -39,7 +39,7 @@ from headrace_router.dispatch.relocation import (
     late_answer,
     may_be_late,
 )
-from headrace_router.dispatch.retry_policy import TAKEN_SLOT_PAUSE_S
+from headrace_router.dispatch.retry_policy import PAIR_ERRORS, TAKEN_SLOT_PAUSE_S
 from headrace_router.placement import Decision
 from headrace_router.prefill_queue.task import SignTask
 from headrace_router.tracing.attempt_record import Move
@@ -86,8 +86,9 @@ class _Course:
 
     async def run(self) -> Move:
         """Raises HeadraceError if the answer stays."""
-        if not await self._warm(remote=True):
-            await self._warm(remote=False)
+        late = Deadline.after(WARM_S)
+        if not await self._warm(late, remote=True):
+            await self._warm(late, remote=False)
         give_up = Deadline.after(SWITCH_S)
         while True:
             try:
@@ -106,10 +107,10 @@ class _Course:
             raise NotFound(f"{target} has left", metadata={"worker_id": target.worker_id})
         return load
 
-    async def _warm(self, *, remote: bool) -> bool:
+    async def _warm(self, late: Deadline, *, remote: bool) -> bool:
         """The target gets the KV of the whole blocks that the source has, from there or by computing it.
 
-        False when the source cannot send.
+        False when the source cannot send, or what it sends does not arrive.
         """
         attempt, request, target = self.attempt, self.attempt.request, self.decision.worker
         prepared, generated = request.prepared, request.response.generated
@@ -135,9 +136,14 @@ class _Course:
                 # Admitted with the growth of the answer, so that this has room too.
                 prepared.sampling.max_tokens - len(generated),
                 source,
-                WARM_S,
+                late.remaining_s(),
                 attempt.ended,
             )
+        except PAIR_ERRORS as error:
+            if source is None:
+                raise
+            _LOG.info("%s lacks KV of an answer: %s", target.ref, error.detail)
+            sent_bytes = None
         finally:
             load.release()
         _require_running(attempt)
