@@ -13,6 +13,8 @@ from contextlib import suppress
 from typing import Any, Final, TypeVar
 
 from headrace_common.errors import QueueFull
+from headrace_common.telemetry import schema
+from headrace_common.telemetry.metrics.instruments import Counter
 
 _NICENESS: Final = 10
 """Beside a thread of normal priority on one processor, it leaves a tenth of the time."""
@@ -30,11 +32,27 @@ _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 
 
-def run_forever(loop: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-    """Starts a task that should end only when cancelled. If it fails, the log has the exception."""
-    task = asyncio.create_task(loop, name=name)
-    task.add_done_callback(_log_failure)
-    return task
+BUGS: Final = Counter(schema.METRIC_LOOP_FAILURES, ())
+
+
+def report_bug(name: str, error: BaseException) -> None:
+    """Logs an error with its traceback, and counts it. What `name` does goes on."""
+    _log.critical("%s met a bug", name, exc_info=error)
+    BUGS.count()
+
+
+def run_forever(loop: Callable[[], Coroutine[Any, Any, None]], name: str) -> asyncio.Task[None]:
+    """Starts a task that runs `loop`, and again 1 s after each error. It ends when it is cancelled, or with `loop`."""
+
+    async def run() -> None:
+        while True:
+            try:
+                return await loop()
+            except Exception as error:  # noqa: BLE001 - reported as a bug
+                report_bug(name, error)
+            await asyncio.sleep(_AGAIN_S)
+
+    return asyncio.create_task(run(), name=name)
 
 
 async def end_task(task: asyncio.Task[_Result] | None) -> None:
@@ -67,7 +85,12 @@ class BackgroundTasks:
         """Starts a task, or keeps one that runs."""
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Future[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            report_bug(repr(task), error)
 
     async def wait(self) -> None:
         """Returns when none is left."""
@@ -80,11 +103,6 @@ async def wait_briefly(awaited: Awaitable[Any], seconds: float) -> None:
     with suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             await awaited
-
-
-def _log_failure(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and task.exception() is not None:
-        _log.critical("%s ended because of a bug", task.get_name(), exc_info=task.exception())
 
 
 T = TypeVar("T")

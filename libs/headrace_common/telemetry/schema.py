@@ -476,6 +476,8 @@ METRIC_USAGE_KV: Final = "headrace.usage.kv_time"
 METRIC_DEVICE_TIME: Final = "headrace.worker.device_time"
 # How long the engine of a stalled worker has not stepped; 0 while it steps or has nothing to do.
 METRIC_WORKER_STALL: Final = "headrace.worker.stall"
+# Errors that have interrupted a loop of the process because of a bug. The loop goes on.
+METRIC_LOOP_FAILURES: Final = "headrace.loop.failures"
 # How long the event loop of the process has been stuck; 0 while it runs.
 METRIC_EVENT_LOOP_STALL: Final = "headrace.event_loop.stall"
 # Relative error of a worker's predicted times, each made before it was measured, over the last 200.

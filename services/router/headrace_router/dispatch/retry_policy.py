@@ -35,13 +35,7 @@ _TAKEN_SLOT_PAUSE_MAX_S: Final = 0.32
 _RETRY_AFTER_TIMEOUT_MIN_S: Final = 1.0
 
 # Errors of the pair of workers. A prefill worker that shuts down before its task has ended reports Cancelled.
-PAIR_ERRORS: Final = (
-    Cancelled,
-    TransferFailed,
-    TransferTimeout,
-    LayoutMismatch,
-    ProtocolViolation,
-)
+PAIR_ERRORS: Final = (Cancelled, TransferFailed, TransferTimeout, LayoutMismatch, ProtocolViolation)
 
 
 @dataclass(frozen=True, slots=True)
