@@ -6,15 +6,13 @@ import asyncio
 import logging
 import os
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, Final, TypeVar
 
 from headrace_common.errors import QueueFull
-from headrace_common.telemetry import schema
-from headrace_common.telemetry.metrics.instruments import Counter
 
 _NICENESS: Final = 10
 """Beside a thread of normal priority on one processor, it leaves a tenth of the time."""
@@ -32,13 +30,14 @@ _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 
 
-BUGS: Final = Counter(schema.METRIC_LOOP_FAILURES, ())
+BUGS: Final = Counter[str]()
+"""How many bugs were reported since the start of the process, by what they have interrupted."""
 
 
 def report_bug(name: str, error: BaseException) -> None:
     """Logs an error with its traceback, and counts it. What `name` does goes on."""
     _log.critical("%s met a bug", name, exc_info=error)
-    BUGS.count()
+    BUGS[name] += 1
 
 
 def run_forever(loop: Callable[[], Coroutine[Any, Any, None]], name: str) -> asyncio.Task[None]:
@@ -90,7 +89,7 @@ class BackgroundTasks:
     def _ended(self, task: asyncio.Future[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            report_bug(repr(task), error)
+            report_bug("a task", error)
 
     async def wait(self) -> None:
         """Returns when none is left."""

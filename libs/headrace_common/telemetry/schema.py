@@ -61,8 +61,7 @@ SPAN_DECODE_HIDDEN_STATE_WAIT: Final = "headrace.decode.hidden_state_wait"
 SPAN_DECODE_CANARY: Final = "headrace.decode.canary"
 # From the arrival of the hidden state to the first token.
 SPAN_DECODE_SAMPLE: Final = "headrace.decode.sample"
-# From complete KV to the first token that decode computes. Where prefill or its hidden state made the first token,
-# from the later of the two.
+# From complete KV, or a first token made elsewhere if that is later, to the first token that decode computes.
 SPAN_DECODE_FIRST_TOKEN: Final = "headrace.decode.first_token"
 # Of a divided prompt: from first step to first token. Steps wait for layers until headrace.decode.kv_wait ends.
 SPAN_DECODE_BESIDE: Final = "headrace.decode.beside"

@@ -105,9 +105,7 @@ class Gauge:
     def remove(self, first: str) -> None:
         """Removes the series with this value of the first label."""
         with self._lock:
-            self._values = {
-                values: value for values, value in self._values.items() if values[0] != first
-            }
+            self._values = {key: one for key, one in self._values.items() if key[0] != first}
 
     def points(self) -> dict[Labels, float]:
         with self._lock:

@@ -30,6 +30,7 @@ from headrace_common.tasks import BUGS, run_forever
 from headrace_common.telemetry import schema
 from headrace_common.telemetry.exporter import EXPORT_TIMEOUT_S, SHUTDOWN_TIMEOUT_S
 from headrace_common.telemetry.metrics.instruments import (
+    Counter,
     HistogramPoint,
     Labels,
     MetricStore,
@@ -105,13 +106,18 @@ _INTERVAL_S: Final = 5.0
 _SAMPLE_INTERVAL_S: Final = 1.0
 
 
+class _BugCounter(Counter):
+    def points(self) -> dict[Labels, float]:
+        return {(): BUGS.total()}
+
+
 class Metrics:
     """Owns the instruments of a process. They count always; gauges need sampling only while `has_readers`."""
 
     def __init__(self, resource: Resource, otlp_endpoint: str, *, readable: bool = False) -> None:
         """`readable`: whether callers may read the metrics as text."""
         self.store = MetricStore()
-        self.store.include(BUGS)
+        self.store.include(_BugCounter(schema.METRIC_LOOP_FAILURES, ()))
         self.loop_stall = self.store.gauge(schema.METRIC_EVENT_LOOP_STALL)
         self.has_readers = readable or bool(otlp_endpoint)
         self._resource = resource

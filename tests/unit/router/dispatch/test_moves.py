@@ -66,9 +66,7 @@ async def test_models_wait_neither_for_moves_nor_for_bugs_of_others(
     assert {round(at_s, 3) for _, at_s in moved} == {moves.PLANNED_S["late"] + moves.LOOK_S}
 
 
-async def test_emptying_a_worker_looks_at_its_answers_only(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_emptying_a_worker_looks_at_its_answers_only(monkeypatch: pytest.MonkeyPatch) -> None:
     own, others = Answer("leaving"), [Answer("other") for _ in range(3)]
     it = moves_of(own, *others)
     it.dispatcher.workers.leaves = lambda ref: True  # type: ignore[method-assign]
@@ -87,9 +85,7 @@ async def test_emptying_a_worker_looks_at_its_answers_only(
     assert left == others
 
 
-async def test_an_answer_rests_after_a_move_that_met_a_bug(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_an_answer_rests_after_a_move_that_met_a_bug(monkeypatch: pytest.MonkeyPatch) -> None:
     tries = 0
 
     async def move(self: Moves, attempt: Any, asker: str, worker_id: str) -> None:
