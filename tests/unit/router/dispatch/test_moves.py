@@ -18,7 +18,7 @@ TARGET = WorkerRef("target", "i")
 
 
 class Answer:
-    """It counts who looks at its worker."""
+    """Counts the looks at its worker."""
 
     generates = True
 
