@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -30,11 +30,28 @@ _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 
 
-def run_forever(loop: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-    """Starts a task that should end only when cancelled. If it fails, the log has the exception."""
-    task = asyncio.create_task(loop, name=name)
-    task.add_done_callback(_log_failure)
-    return task
+BUGS: Final = Counter[str]()
+"""How many bugs were reported since the start of the process, by what they have interrupted."""
+
+
+def report_bug(name: str, error: BaseException) -> None:
+    """Logs an error with its traceback, and counts it. What `name` does goes on."""
+    _log.critical("%s met a bug", name, exc_info=error)
+    BUGS[name] += 1
+
+
+def run_forever(loop: Callable[[], Coroutine[Any, Any, None]], name: str) -> asyncio.Task[None]:
+    """Starts a task that runs `loop`, and again 1 s after each error. It ends when it is cancelled, or with `loop`."""
+
+    async def run() -> None:
+        while True:
+            try:
+                return await loop()
+            except Exception as error:  # noqa: BLE001 - reported as a bug
+                report_bug(name, error)
+            await asyncio.sleep(_AGAIN_S)
+
+    return asyncio.create_task(run(), name=name)
 
 
 async def end_task(task: asyncio.Task[_Result] | None) -> None:
@@ -67,7 +84,12 @@ class BackgroundTasks:
         """Starts a task, or keeps one that runs."""
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Future[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            report_bug("a task", error)
 
     async def wait(self) -> None:
         """Returns when none is left."""
@@ -80,11 +102,6 @@ async def wait_briefly(awaited: Awaitable[Any], seconds: float) -> None:
     with suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             await awaited
-
-
-def _log_failure(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and task.exception() is not None:
-        _log.critical("%s ended because of a bug", task.get_name(), exc_info=task.exception())
 
 
 T = TypeVar("T")

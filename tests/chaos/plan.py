@@ -46,13 +46,7 @@ class Kind(StrEnum):
 # Name and digest of the adapter that all workers have.
 ADAPTER = "poet:0a1b"
 # Of 100 requests of a mixed run.
-_MIX = {
-    Kind.PLAIN: 40,
-    Kind.IMAGE: 15,
-    Kind.CONVERSATION: 15,
-    Kind.PROMISE: 15,
-    Kind.ADAPTER: 15,
-}
+_MIX = {Kind.PLAIN: 40, Kind.IMAGE: 15, Kind.CONVERSATION: 15, Kind.PROMISE: 15, Kind.ADAPTER: 15}
 
 
 @dataclass(frozen=True, slots=True)

@@ -314,8 +314,8 @@ async def _repair(processes: Processes) -> None:
     """Waits until every process runs again."""
     for name in (ETCD, *processes.stores, "registry", *processes.routers, *processes.workers):
         await processes.settle(name)
-        if not processes.running(name):
-            await processes.begin(name)
+        # One that was started a moment ago may not serve yet.
+        await processes.begin(name)
 
 
 async def left_behind(processes: Processes, timeout_s: float = QUIESCE_S) -> list[str]:

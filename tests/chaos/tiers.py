@@ -12,12 +12,7 @@ from headrace_engine.sim.engine import SimEngine
 from headrace_kv.prefix.events import Tier
 from headrace_kv.tiers.blocks import BlockPool
 from headrace_kv.tiers.copier import DiskStorage, TierCopier
-from headrace_kv.tiers.tiers import (
-    LowerTiers,
-    PoolBlocks,
-    TierCopy,
-    TierPlan,
-)
+from headrace_kv.tiers.tiers import LowerTiers, PoolBlocks, TierCopy, TierPlan
 from headrace_kv.transport.memory import PASSED, Bytes, Mark
 
 Held = Sequence[tuple[Tier, int]]

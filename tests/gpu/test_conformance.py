@@ -18,12 +18,7 @@ if TYPE_CHECKING:
     from tests.gpu.tensors import TensorHarness
 
 # A subset, because each peer process imports torch.
-ACROSS_PROCESSES = (
-    small_runs,
-    large_runs,
-    mixed_lengths,
-    unregistered_destination,
-)
+ACROSS_PROCESSES = (small_runs, large_runs, mixed_lengths, unregistered_destination)
 
 
 def opened(transport: str, device: str, *, processes: bool) -> Iterator[TensorHarness]:

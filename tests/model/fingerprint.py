@@ -39,12 +39,7 @@ def fingerprint(world: World) -> tuple[Any, ...]:
         for w in world.writes
     )
     ranks = tuple(
-        (
-            r.ref.incarnation,
-            tuple(sorted(r.reports)),
-            r.sender.has_records,
-            r.loop.wait_s(),
-        )
+        (r.ref.incarnation, tuple(sorted(r.reports)), r.sender.has_records, r.loop.wait_s())
         for r in world.ranks
     )
     scripts = tuple((s.name, len(s.steps), max(0.0, s.open_s - now_s)) for s in world.scripts)

@@ -195,10 +195,10 @@ class _Worker:
         self.requests.remove(one)
         one.send(decode_pb2.Finished(reason=sampling_pb2.FINISH_REASON_LENGTH))
 
-    def fail(self, one: _Request) -> None:
+    def fail(self, one: _Request, error: HeadraceError | None = None) -> None:
         self.world.failed(self, begun=bool(one.sent))
         self.requests.remove(one)
-        status = status_of(Draining("as modelled")).SerializeToString()
+        status = status_of(error or Draining("as modelled")).SerializeToString()
         failure = decode_pb2.LinkFailure(stream_id=one.stream_id, status=status)
         one.link.to_router.append(decode_pb2.LinkResponse(failures=[failure]))
 

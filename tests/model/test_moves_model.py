@@ -8,10 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 
 from headrace.inference.v1 import sampling_pb2
+from headrace_common.errors import (
+    DecodeFull,
+    HeadraceError,
+    ProtocolViolation,
+    TransferFailed,
+    TransferTimeout,
+)
 from headrace_router.dispatch.attempt import Attempt
 from tests.model.explorer import Course, explore, run, run_random
 from tests.model.ground import Violation
@@ -73,6 +81,38 @@ def end_as_the_target_begins() -> None:
 
 def test_a_source_that_ends_as_the_target_begins_has_the_answer() -> None:
     end_as_the_target_begins()
+
+
+@pytest.mark.parametrize("error", [ProtocolViolation, TransferFailed, TransferTimeout])
+def test_the_target_computes_kv_that_does_not_arrive(error: type[HeadraceError]) -> None:
+    """As when the target has lost the message of the landed layers, and the source has ended."""
+    world = MoveWorld()
+    source, target = world.workers.values()
+    while not source.sending:
+        world.choices()[0][1]()
+    world.loop.settle(partial(source.end_sending, source.sending[0], refused=False))
+    require_moved_after(world, target.requests[0], error("as modelled"))
+
+
+def test_a_target_that_is_full_at_the_switch_is_asked_again() -> None:
+    """It may have the place of the warm request still."""
+    world = MoveWorld()
+    target = world.workers["d1"]
+    while not (found := [one for one in target.requests if one.call.generated_token_count]):
+        world.choices()[0][1]()
+    require_moved_after(world, found[0], DecodeFull("as modelled"))
+
+
+def require_moved_after(world: MoveWorld, request: Any, error: HeadraceError) -> None:
+    """The target fails with a request. Then the source generates nothing."""
+    world.loop.settle(partial(world.workers["d1"].fail, request, error))
+    while not world.at_rest:
+        next(act for name, act in world.choices() if not name.endswith("on d0"))()
+        world.check_step()
+    world.check_rest()
+    assert world.last is not None
+    assert world.last.timing.decode_worker_id == "d1"
+    world.close()
 
 
 def _found(ahead: int) -> str:

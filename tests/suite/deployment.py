@@ -15,12 +15,7 @@ from typing import Any
 import grpc.aio
 from rich.console import Console
 
-from headrace.inference.v1 import (
-    inference_pb2,
-    inference_pb2_grpc,
-    sampling_pb2,
-    trace_pb2,
-)
+from headrace.inference.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2, trace_pb2
 from headrace.worker.v1 import worker_pb2
 from headrace_cli.client import RouterClient, worker_status
 from headrace_cli.up.deployment import Deployment, Signals, deployed

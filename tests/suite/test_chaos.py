@@ -119,13 +119,7 @@ async def test_roles_that_change_each_second_cost_no_answer(tmp_path: Path) -> N
 @pytest.mark.in_turn
 @pytest.mark.parametrize(
     ("safeguard", "requests"),
-    [
-        ("ledger", 150),
-        ("quarantine", 120),
-        ("lease", 200),
-        ("kill_timer", 200),
-        ("pool_seal", 150),
-    ],
+    [("ledger", 150), ("quarantine", 120), ("lease", 200), ("kill_timer", 200), ("pool_seal", 150)],
 )
 async def test_a_missing_safeguard_is_detected(
     safeguard: str, requests: int, tmp_path: Path

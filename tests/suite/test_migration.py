@@ -81,9 +81,7 @@ async def test_streams_of_a_killed_decode_worker_continue_on_the_other(tmp_path:
         await it.wait_empty(survivor)
 
 
-async def test_streams_of_a_frozen_decode_worker_continue_on_the_other(
-    tmp_path: Path,
-) -> None:
+async def test_streams_of_a_frozen_decode_worker_continue_on_the_other(tmp_path: Path) -> None:
     workers = {"decode-0", "decode-1"}
     async with suite(tmp_path, decode_count=2, settings=(SLOW_DECODE,)) as it:
         requests = asked(8)
@@ -206,9 +204,7 @@ async def test_requests_of_a_killed_router_are_released(tmp_path: Path) -> None:
         assert outcome.token_ids == other.expected(prompt_of(70, 99), 3)
 
 
-async def test_the_router_detects_a_dead_worker_while_the_registry_is_away(
-    tmp_path: Path,
-) -> None:
+async def test_the_router_detects_a_dead_worker_while_the_registry_is_away(tmp_path: Path) -> None:
     settings = (
         SLOW_DECODE,
         ("registry", "internal_listen", f"127.0.0.1:{free_port()}"),
@@ -240,9 +236,7 @@ async def test_the_router_detects_a_dead_worker_while_the_registry_is_away(
         assert outcome.last.timing.decode_worker_id == "decode-1"
 
 
-async def test_workers_that_restart_on_their_addresses_delay_no_request(
-    tmp_path: Path,
-) -> None:
+async def test_workers_that_restart_on_their_addresses_delay_no_request(tmp_path: Path) -> None:
     # A request that waits for one of these timeouts misses its deadline.
     timeouts = tuple(
         (role, name, "300")

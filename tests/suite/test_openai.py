@@ -53,12 +53,7 @@ async def raw(client: openai.AsyncOpenAI, data: bytes, wait_s: float = WAIT_S) -
 
 
 def post(path: str, body: bytes, *headers: str) -> bytes:
-    lines = [
-        f"POST {path} HTTP/1.1",
-        "host: localhost",
-        "connection: close",
-        *headers,
-    ]
+    lines = [f"POST {path} HTTP/1.1", "host: localhost", "connection: close", *headers]
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
 
 
@@ -158,10 +153,7 @@ async def test_a_conversation_continues_on_another_router_and_over_grpc(tmp_path
             {"role": "user", "content": "and now?"},
         ]
         assert second == await whole_text(client, history)
-        history += [
-            {"role": "assistant", "content": second},
-            {"role": "user", "content": "go on"},
-        ]
+        history += [{"role": "assistant", "content": second}, {"role": "user", "content": "go on"}]
         assert third.output_text == await whole_text(client, history)
         turns = await conversation_turns(it.operator, first.id)
         assert [turn.answer_tokens for turn in turns] == [8]
@@ -192,10 +184,7 @@ async def test_messages_and_responses_are_the_same_chat(tmp_path: Path) -> None:
         assert response.output_text == expected
         assert response.status == "incomplete"
         async with client.responses.stream(
-            model="sim",
-            input="hello",
-            tools=tools,
-            tool_choice="required",
+            model="sim", input="hello", tools=tools, tool_choice="required"
         ) as responses:
             final = await responses.get_final_response()
         (call,) = (item for item in final.output if item.type == "function_call")
@@ -212,11 +201,7 @@ async def test_messages_and_responses_are_the_same_chat(tmp_path: Path) -> None:
             tool: Any = {"name": "weather", "input_schema": function["parameters"]}
             named: Any = {"type": "tool", "name": "weather"}
             async with other.messages.stream(
-                model="sim",
-                messages=MESSAGES,
-                max_tokens=2_000,
-                tools=[tool],
-                tool_choice=named,
+                model="sim", messages=MESSAGES, max_tokens=2_000, tools=[tool], tool_choice=named
             ) as messages:
                 message = await messages.get_final_message()
             (use,) = (block for block in message.content if block.type == "tool_use")

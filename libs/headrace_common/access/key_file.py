@@ -94,6 +94,4 @@ def _toml_pairs(file: str, text: str) -> list[tuple[str, str, str]]:
     for number, value in enumerate(table.values(), 1):
         if not isinstance(value, str):
             raise ConfigError(f'{file}, entry {number}: write it as "KEY" = "TENANT"')
-    return [
-        (f"entry {number}", key, tenant) for number, (key, tenant) in enumerate(table.items(), 1)
-    ]
+    return [(f"entry {n}", key, tenant) for n, (key, tenant) in enumerate(table.items(), 1)]

@@ -61,10 +61,9 @@ _BY_SERVICE: Final[Mapping[Listener, Mapping[str, _Methods]]] = {
         },
         # Routers ask each other for what their clients have stored.
         "headrace.inference.v1.StoreService": {"UseEntry": (_ROUTER,)},
-        "headrace.inference.v1.TraceService": {
-            "GetTrace": (_OPERATOR,),
-            "ListTraces": (_OPERATOR,),
-        },
+        "headrace.inference.v1.TraceService": dict.fromkeys(
+            ("GetTrace", "ListTraces"), (_OPERATOR,)
+        ),
         # Every service has it.
         "headrace.incident.v1.IncidentService": {"ListEvents": (_OPERATOR,)},
         "headrace.prefill.v1.PrefillQueueService": {"Pull": (_PREFILL,), "Enqueue": (_DECODE,)},

@@ -57,7 +57,7 @@ class LeaseRenewals:
         try:
             with self._link.converted_errors():
                 await self._renew_on_stream(self._link.stub.KeepAlive())
-        except HeadraceError as error:
+        except Exception as error:  # noqa: BLE001 - each `keep` raises it
             for lost, _ in list(self._kept.values()):
                 if not lost.done():
                     lost.set_exception(error)
@@ -161,7 +161,7 @@ class Membership:
 
     def _keep(self) -> None:
         name = f"membership-{self._member.worker_id}"
-        self._keeper = run_forever(self._stay_registered(), name)
+        self._keeper = run_forever(self._stay_registered, name)
 
     async def replace(self, member: registry_pb2.Member, timeout_s: float) -> None:
         """Registers a new record of the same incarnation at once, and keeps that from now on.

@@ -67,6 +67,4 @@ def place_from_proto(message: registry_pb2.Place) -> Place:
 
 def place_violations(message: registry_pb2.Place, path: str) -> dict[str, str]:
     """The remedy for each wrong label."""
-    return {
-        f"{path}.{name}": LABEL_REMEDY for name in _NAMES if not is_label(getattr(message, name))
-    }
+    return {f"{path}.{one}": LABEL_REMEDY for one in _NAMES if not is_label(getattr(message, one))}

@@ -78,7 +78,7 @@ class RegistryView:
 
     async def start(self, timeout_s: float = 15.0) -> None:
         """Waits for the first snapshot. Raises RegistryUnavailable when none arrives in time."""
-        self._follower = run_forever(self._follow(), "registry-view")
+        self._follower = run_forever(self._follow, "registry-view")
         try:
             async with asyncio.timeout(timeout_s):
                 await self._received.wait()

@@ -18,12 +18,7 @@ PART_ATTRIBUTES: Final[Mapping[TimePart, str]] = {
     part: getattr(schema, f"ATTRIBUTE_LATENCY_{part.name}_US") for part in TimePart
 }
 """The attribute of each part."""
-_QUEUE_PARTS: Final = (
-    TimePart.ADMISSION,
-    TimePart.QUEUE,
-    TimePart.BATCH_WAIT,
-    TimePart.DECODE_WAIT,
-)
+_QUEUED: Final = (TimePart.ADMISSION, TimePart.QUEUE, TimePart.BATCH_WAIT, TimePart.DECODE_WAIT)
 
 
 def sum_attributes(one: Sum) -> dict[str, AttributeValue]:
@@ -38,7 +33,7 @@ def sum_attributes(one: Sum) -> dict[str, AttributeValue]:
 def gen_ai_attributes(one: Breakdown, duration_ns: int) -> dict[str, AttributeValue]:
     """The latencies of an answered request by the names that other servers use too, in seconds."""
     first = one.first
-    queue_us = sum(map(first.__getitem__, _QUEUE_PARTS))
+    queue_us = sum(map(first.__getitem__, _QUEUED))
     attributes: dict[str, AttributeValue] = {
         schema.ATTRIBUTE_GEN_AI_TTFT_S: first.total_us / 1e6,
         schema.ATTRIBUTE_GEN_AI_E2E_S: duration_ns / 1e9,

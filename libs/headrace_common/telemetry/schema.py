@@ -61,8 +61,7 @@ SPAN_DECODE_HIDDEN_STATE_WAIT: Final = "headrace.decode.hidden_state_wait"
 SPAN_DECODE_CANARY: Final = "headrace.decode.canary"
 # From the arrival of the hidden state to the first token.
 SPAN_DECODE_SAMPLE: Final = "headrace.decode.sample"
-# From complete KV to the first token that decode computes. Where prefill or its hidden state made the first token,
-# from the later of the two.
+# From complete KV, or a first token made elsewhere if that is later, to the first token that decode computes.
 SPAN_DECODE_FIRST_TOKEN: Final = "headrace.decode.first_token"
 # Of a divided prompt: from first step to first token. Steps wait for layers until headrace.decode.kv_wait ends.
 SPAN_DECODE_BESIDE: Final = "headrace.decode.beside"
@@ -476,6 +475,8 @@ METRIC_USAGE_KV: Final = "headrace.usage.kv_time"
 METRIC_DEVICE_TIME: Final = "headrace.worker.device_time"
 # How long the engine of a stalled worker has not stepped; 0 while it steps or has nothing to do.
 METRIC_WORKER_STALL: Final = "headrace.worker.stall"
+# Errors that have interrupted a loop of the process because of a bug. The loop goes on.
+METRIC_LOOP_FAILURES: Final = "headrace.loop.failures"
 # How long the event loop of the process has been stuck; 0 while it runs.
 METRIC_EVENT_LOOP_STALL: Final = "headrace.event_loop.stall"
 # Relative error of a worker's predicted times, each made before it was measured, over the last 200.

@@ -133,6 +133,7 @@ METRICS: Final[Mapping[str, MetricFacts]] = {
     schema.METRIC_USAGE_KV: MetricFacts("counter", "By.s", "Bytes of KV times the seconds in which requests had them, by tenant, model and tier.", labels=(schema.ATTRIBUTE_GEN_AI_REQUEST_MODEL, schema.ATTRIBUTE_TIER, schema.ATTRIBUTE_TENANT,)),
     schema.METRIC_DEVICE_TIME: MetricFacts("counter", "s", "Device time since the start of a worker, by state, from the log of its steps.", labels=(schema.ATTRIBUTE_WORKER_ID, schema.ATTRIBUTE_DEVICE_STATE,)),
     schema.METRIC_WORKER_STALL: MetricFacts("gauge", "s", "How long the engine of a stalled worker has not stepped; 0 while it steps or has nothing to do.", labels=(schema.ATTRIBUTE_WORKER_ID,)),
+    schema.METRIC_LOOP_FAILURES: MetricFacts("counter", "{error}", "Errors that have interrupted a loop of the process because of a bug. The loop goes on."),
     schema.METRIC_EVENT_LOOP_STALL: MetricFacts("gauge", "s", "How long the event loop of the process has been stuck; 0 while it runs."),
     schema.METRIC_TIME_ERROR: MetricFacts("gauge", "1", "Relative error of a worker's predicted times, each made before it was measured, over the last 200.", labels=(schema.ATTRIBUTE_WORKER_ID, schema.ATTRIBUTE_TIME_OF, schema.ATTRIBUTE_QUANTILE,)),
     schema.METRIC_BLOCKS_TOTAL: MetricFacts("gauge", "{block}", "KV blocks of a decode worker in total.", labels=(schema.ATTRIBUTE_WORKER_ID,)),

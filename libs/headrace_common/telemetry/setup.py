@@ -245,9 +245,7 @@ class Sampling(NamedTuple):
 
 
 def _new_provider(
-    resource: Resource, sampler: Sampler, processors: SynchronousMultiSpanProcessor
+    resource: Resource, sampler: Sampler, spans: SynchronousMultiSpanProcessor
 ) -> TracerProvider:
     # Telemetry.shutdown stops the processors, with a bound.
-    return TracerProvider(
-        sampler, resource, shutdown_on_exit=False, active_span_processor=processors
-    )
+    return TracerProvider(sampler, resource, shutdown_on_exit=False, active_span_processor=spans)

@@ -79,7 +79,7 @@ async def serve() -> None:
         if config.mode == "kubernetes":
             scaler = await stack.enter_async_context(open_scaler(config))
             connector = KubernetesConnector(board, scaler, steering.acknowledge)
-            tasks.append(run_forever(connector.run(), "kubernetes"))
+            tasks.append(run_forever(connector.run, "kubernetes"))
             stack.push_async_callback(end_task, tasks[-1])
         metrics = PlannerMetrics(telemetry.metrics.store)
         loop = PlanningLoop(config, observer, steering, metrics.count_decision, metrics.count_miss)
@@ -89,7 +89,7 @@ async def serve() -> None:
         )
         stack.push_async_callback(server.stop, None)
         endpoint = await server.start()
-        tasks.append(run_forever(loop.run(), "planning"))
+        tasks.append(run_forever(loop.run, "planning"))
         stack.push_async_callback(end_task, tasks[-1])
         _LOG.info("%s serves on %s with %s", config.planner_id, endpoint, redacted(config))
         await server.serve_until_signal(lambda deadline: _drain(board, tasks, deadline))

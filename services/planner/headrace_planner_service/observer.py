@@ -163,7 +163,7 @@ class WorkerStatus:
         self.latest: worker_pb2.WatchStatusResponse | None = None
         """The latest status. None while the worker sends none."""
         self._silent_since_s = time.monotonic()
-        self._task = run_forever(self._follow(), f"status-{member.worker_id}")
+        self._task = run_forever(self._follow, f"status-{member.worker_id}")
 
     @property
     def silent_s(self) -> float:

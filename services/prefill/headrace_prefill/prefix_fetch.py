@@ -98,12 +98,7 @@ class PrefixFetcher:
 class PrefixFetch:
     """The fetch for one task: a RemotePrefix for the engine. Any failure of it costs time only."""
 
-    def __init__(
-        self,
-        fetcher: PrefixFetcher,
-        target: TransferTarget,
-        end_token: int,
-    ) -> None:
+    def __init__(self, fetcher: PrefixFetcher, target: TransferTarget, end_token: int) -> None:
         self.record: FetchRecord | None = None
         self.transfer_id = prefix_transfer(target.transfer_id)
         """See RemotePrefix."""

@@ -7,6 +7,7 @@ import logging
 import random
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
+from functools import partial
 from typing import TypeAlias
 
 import grpc.aio
@@ -22,7 +23,7 @@ from headrace_common.process.events import EVENTS
 from headrace_common.registry.adapters import Adapter, adapter_to_proto
 from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.status import error_from_rpc
-from headrace_common.tasks import BoundedQueue
+from headrace_common.tasks import BoundedQueue, run_forever
 from headrace_common.time_model.model import time_model_to_proto
 from headrace_prefill.worker import STALL_POLL_S, PrefillWorker
 
@@ -285,7 +286,7 @@ class TaskPuller:
         for left in self._streams.keys() - wanted:
             self._streams.pop(left).cancel()
         for key in wanted - self._streams.keys():
-            self._streams[key] = asyncio.create_task(self._pull(key), name=f"pull from {key[0]}")
+            self._streams[key] = run_forever(partial(self._pull, key), f"pull from {key[0]}")
         self._grant_credit()
 
     async def drain(self, deadline: Deadline) -> None:

@@ -155,6 +155,12 @@ class PrefillWorker:
         ended = EndedTask(task, outcome, reports, error, start_unix_ns, end_unix_ns, fetched)
         self._spans.record(ended)
         done = _done_to_proto(ended)
+        if fetch is not None and error is not None and error is fetch.error:
+            # Only the error of a lost stream names its sender.
+            lost = "prefill" in error.metadata
+            done.failed_part = (
+                prefill_pb2.FAILED_PART_STREAM if lost else prefill_pb2.FAILED_PART_FIRST
+            )
         if outcome is not None:
             cached = outcome.cached_tokens + outcome.fetched_tokens
             done.receipt.CopyFrom(receipt_to_proto(outcome.cost, self._engine.descriptor, cached))

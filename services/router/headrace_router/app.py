@@ -108,7 +108,7 @@ class Router:
             load,
             lambda: policy().worker_roles,
             recorder.table,
-            self._worker_leaves,
+            lambda worker: self.moves.worker_leaves(worker),  # noqa: PLW0108 - made below
         )
         self.prefixes = PrefixCacheDirectory(
             self._open_channel,
@@ -214,8 +214,8 @@ class Router:
             status.update,
             others.update,
         )
-        self._checkpoints = run_forever(self._store_checkpoints(), "checkpoints of events")
-        self._balancing = run_forever(self.moves.balance(), "moves that the load asks for")
+        self._checkpoints = run_forever(self._store_checkpoints, "checkpoints of events")
+        self._balancing = run_forever(self.moves.balance, "moves that the load asks for")
 
     async def _store_checkpoints(self) -> None:
         while True:
@@ -231,9 +231,6 @@ class Router:
         """Rejects new requests from now on, and ends the records of the load."""
         self.runner.drain()
         self._recorder.end()
-
-    def _worker_leaves(self, worker: WorkerRef) -> None:
-        self.moves.worker_leaves(worker)
 
     async def close(self) -> None:
         """Ends every stream to workers."""

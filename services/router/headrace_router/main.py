@@ -86,9 +86,7 @@ async def serve_router(config: RouterConfig) -> None:
         registry = open_channel(config.registry, config, REGISTRY_AUDIENCE)
         stack.push_async_callback(registry.close)
         membership: Membership | None = None
-        members = RegistryView(
-            registry, on_change=lambda view: router.update(view.members.values())
-        )
+        members = RegistryView(registry, on_change=lambda one: router.update(one.members.values()))
         router = Router(
             config,
             codecs,

@@ -11,12 +11,7 @@ from headrace.kv.v1 import handoff_pb2
 from headrace_engine.interface import DecodeEnded, DecodeTokens
 from headrace_kv.messages import Reservation
 from tests.component.decode.conftest import Served, request
-from tests.component.decode.prefill_rank import (
-    PIECE_BYTES,
-    RESERVATION,
-    PrefillRank,
-    failure_of,
-)
+from tests.component.decode.prefill_rank import PIECE_BYTES, RESERVATION, PrefillRank, failure_of
 from tests.waiting import let_a_wrong_step_show, until
 
 

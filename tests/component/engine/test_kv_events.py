@@ -10,11 +10,7 @@ import grpc.aio
 import pytest
 
 from headrace.worker.v1 import worker_pb2, worker_pb2_grpc
-from headrace_common.errors import (
-    DeadlineExceeded,
-    StaleIncarnation,
-    TransferFailed,
-)
+from headrace_common.errors import DeadlineExceeded, StaleIncarnation, TransferFailed
 from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.status import error_from_rpc
 from headrace_engine.interface import Released
@@ -190,9 +186,7 @@ async def test_each_of_two_routers_gets_all_events(rig: EventRig) -> None:
     await rig.until_cached(tables[0], prompts[2], w_0=48)
 
 
-async def test_a_worker_without_events_has_no_credit_and_is_not_retried(
-    rig: EventRig,
-) -> None:
+async def test_a_worker_without_events_has_no_credit_and_is_not_retried(rig: EventRig) -> None:
     worker = await rig.add("w-0")
     worker.servicer.has_events = False
     prompt = random_prompt(Random(11), 40)

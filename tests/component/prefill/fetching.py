@@ -95,10 +95,7 @@ class FetchingWorkers(Generic[EngineT]):
 
     @asynccontextmanager
     async def reserved(
-        self,
-        prompt: Sequence[int],
-        token_count: int,
-        images: Sequence[image_pb2.PromptImage] = (),
+        self, prompt: Sequence[int], token_count: int, images: Sequence[image_pb2.PromptImage] = ()
     ) -> AsyncIterator[Reserved]:
         """A request that holds its blocks on the decode worker.
 
@@ -126,10 +123,7 @@ class FetchingWorkers(Generic[EngineT]):
                 call.cancel()
 
     async def run(
-        self,
-        prompt: Sequence[int],
-        token_count: int,
-        images: Sequence[image_pb2.PromptImage] = (),
+        self, prompt: Sequence[int], token_count: int, images: Sequence[image_pb2.PromptImage] = ()
     ) -> Turn:
         """Runs a request as a router does."""
         async with self.reserved(prompt, token_count, images) as request:

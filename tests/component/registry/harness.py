@@ -204,9 +204,7 @@ async def running_registry(**settings: object) -> AsyncIterator[Registry]:
 
 
 @contextlib.asynccontextmanager
-async def registry_stub(
-    endpoint: str,
-) -> AsyncIterator[registry_pb2_grpc.RegistryServiceAsyncStub]:
+async def registry_stub(endpoint: str) -> AsyncIterator[registry_pb2_grpc.RegistryServiceAsyncStub]:
     channel: grpc.aio.Channel = operator_channel(endpoint)
     async with channel:
         yield registry_pb2_grpc.RegistryServiceStub(channel)
@@ -231,9 +229,7 @@ async def joined(
 
 @contextlib.asynccontextmanager
 async def viewing(
-    endpoint: str,
-    on_change: Callable[[RegistryView], None] | None = None,
-    grace_s: float = 10.0,
+    endpoint: str, on_change: Callable[[RegistryView], None] | None = None, grace_s: float = 10.0
 ) -> AsyncIterator[RegistryView]:
     """A started view. It stops at the end of the block."""
     async with open_channel(endpoint) as channel:
@@ -257,10 +253,7 @@ def kv_layout(tensor_parallel_size: int = 1) -> layout_pb2.KvLayout:
         ],
     )
     return layout_pb2.KvLayout(
-        model="sim",
-        tensor_parallel_size=tensor_parallel_size,
-        stage_starts=[0],
-        groups=[group],
+        model="sim", tensor_parallel_size=tensor_parallel_size, stage_starts=[0], groups=[group]
     )
 
 

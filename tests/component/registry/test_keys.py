@@ -6,11 +6,7 @@ import logging
 
 import pytest
 
-from tests.component.registry.harness import (
-    Registry,
-    joined,
-    worker,
-)
+from tests.component.registry.harness import Registry, joined, worker
 from tests.waiting import PATIENCE_S, until
 
 
@@ -37,9 +33,7 @@ async def test_a_registry_without_its_records_adopts_the_key_of_its_members(
 async def test_members_keep_their_prefix_hash_key(
     registry: Registry, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with (
-        joined(registry.endpoint, worker("decode-0"), 30.0) as first,
-    ):
+    async with joined(registry.endpoint, worker("decode-0"), 30.0) as first:
         key = first.prefix_hash_key
         await registry.stop()
         registry.settings = {"prefix_hash_key": "quite another secret"}

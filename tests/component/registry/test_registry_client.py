@@ -13,12 +13,7 @@ from headrace_common.registry.descriptors import DescriptorCache
 from headrace_common.registry.membership import Membership
 from headrace_common.registry.view import RegistryView
 from headrace_common.rpc.channel import open_channel
-from tests.component.registry.harness import (
-    Registry,
-    joined,
-    viewing,
-    worker,
-)
+from tests.component.registry.harness import Registry, joined, viewing, worker
 from tests.waiting import until
 
 

@@ -24,13 +24,7 @@ from headrace.inference.v1 import priority_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace_cli.app import app
 from headrace_common.deadlines import Deadline
-from headrace_common.errors import (
-    ConfigError,
-    HeadraceError,
-    InternalError,
-    QueueFull,
-    WorkerGone,
-)
+from headrace_common.errors import ConfigError, HeadraceError, InternalError, QueueFull, WorkerGone
 from headrace_frontend.openai.batches.folder import FILE, BatchFolder, new_id
 from headrace_frontend.openai.batches.lines import LineFile, result_line
 from headrace_frontend.openai.batches.upload import read_upload
@@ -216,11 +210,7 @@ async def test_the_whole_flow_with_openais_client_on_every_router(
     ("endpoint", "body", "answer"),
     [
         ("/v1/completions", {"prompt": "hi"}, ("choices", 0, "text")),
-        (
-            "/v1/responses",
-            {"input": "hi", "max_tokens": None},
-            ("output", 0, "content", 0, "text"),
-        ),
+        ("/v1/responses", {"input": "hi", "max_tokens": None}, ("output", 0, "content", 0, "text")),
     ],
 )
 async def test_other_endpoints_answer_lines(

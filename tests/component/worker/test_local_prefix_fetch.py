@@ -107,13 +107,13 @@ def _refuses(monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def _has_evicted(monkeypatch: pytest.MonkeyPatch) -> str:
-    found = CachedPrompts.cached_refs
-    more = BLOCK_TOKENS
+    found = CachedPrompts.cached_tokens
 
-    def beyond(*args: Any) -> Any:
-        return {ref: tokens + more for ref, tokens in found(*args).items()}
+    def beyond(*args: Any, pooled: bool = True) -> Any:
+        tokens = found(*args, pooled=pooled)
+        return tokens if pooled else tokens + BLOCK_TOKENS * (tokens > 0)
 
-    monkeypatch.setattr(CachedPrompts, "cached_refs", beyond)
+    monkeypatch.setattr(CachedPrompts, "cached_tokens", beyond)
     return prefix_fetch.REFUSED
 
 

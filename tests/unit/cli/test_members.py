@@ -10,12 +10,7 @@ from rich.console import Console
 from headrace.kv.v1 import layout_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2
-from headrace_cli.members import (
-    Row,
-    prefix_faults,
-    workers_object,
-    workers_view,
-)
+from headrace_cli.members import Row, prefix_faults, workers_object, workers_view
 from headrace_cli.output import json_text
 
 Role = registry_pb2.Member.Role

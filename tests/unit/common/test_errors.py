@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headrace_common.errors import (
-    HeadraceError,
-    InternalError,
-    TransferFailed,
-    from_reason,
-)
+from headrace_common.errors import HeadraceError, InternalError, TransferFailed, from_reason
 
 
 @pytest.mark.parametrize("default", [InternalError, TransferFailed])

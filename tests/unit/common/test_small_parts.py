@@ -1,13 +1,15 @@
-"""Deadlines, ids and queues."""
+"""Deadlines, ids, queues and tasks."""
 
 from __future__ import annotations
+
+import asyncio
 
 import pytest
 
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import DeadlineExceeded, QueueFull
 from headrace_common.identity import is_incarnation, is_worker_id
-from headrace_common.tasks import BoundedQueue
+from headrace_common.tasks import BUGS, BackgroundTasks, BoundedQueue, end_task, run_forever
 
 
 def test_the_error_of_an_expired_deadline_names_the_awaited_event() -> None:
@@ -35,3 +37,28 @@ async def test_a_queue_keeps_order_and_rejects_items_beyond_its_bound() -> None:
     assert caught.value.metadata == {"queue": "prefill", "maxsize": "3"}
     assert await queue.get() == 0
     assert [await queue.get(), await queue.get()] == [1, 2]
+
+
+async def test_a_loop_outlives_its_bugs_which_are_logged_and_counted(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    turns = 0
+
+    async def turn() -> None:
+        nonlocal turns
+        turns += 1
+        if turns < 3:
+            raise ZeroDivisionError("as scripted")
+        await asyncio.Event().wait()
+
+    before = BUGS.total()
+    task = run_forever(turn, "a loop")
+    await asyncio.sleep(10)
+    assert (turns, task.done()) == (3, False)
+    tasks = BackgroundTasks()
+    tasks.start(turn())
+    turns = 0
+    await asyncio.sleep(0)
+    await end_task(task)
+    assert BUGS.total() == before + 3
+    assert caplog.text.count("ZeroDivisionError: as scripted") == 3

@@ -9,12 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace_decode.admission import (
-    HINT_S_MAX,
-    HINT_S_MIN,
-    RETRIES_PER_COMPLETION,
-    RetryHint,
-)
+from headrace_decode.admission import HINT_S_MAX, HINT_S_MIN, RETRIES_PER_COMPLETION, RetryHint
 
 
 class Crowd:

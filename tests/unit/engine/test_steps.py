@@ -5,13 +5,7 @@ from __future__ import annotations
 import pytest
 
 from headrace_common.time_model.model import Step
-from headrace_engine.steps import (
-    EngineSteps,
-    Stall,
-    StepHistory,
-    StepMeter,
-    StepWatch,
-)
+from headrace_engine.steps import EngineSteps, Stall, StepHistory, StepMeter, StepWatch
 from tests.set_clock import SetClock
 
 STALL_S = 5.0

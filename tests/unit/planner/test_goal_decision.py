@@ -20,12 +20,7 @@ from headrace_planner.goal_decision import (
     predict_demand,
 )
 from headrace_planner.observation import PlannedRole, Reason, RequestStatistics
-from headrace_planner.settings import (
-    GoalSettings,
-    PlannerSettings,
-    WorkerProfile,
-    learned_profile,
-)
+from headrace_planner.settings import GoalSettings, PlannerSettings, WorkerProfile, learned_profile
 from tests.unit.planner.samples import PROFILE, interval, requests
 
 SETTINGS = PlannerSettings(goals=GoalSettings(ttft_s=0.2, itl_s=0.05))

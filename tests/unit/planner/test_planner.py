@@ -10,13 +10,7 @@ from hypothesis import strategies as st
 
 from headrace_common.errors import Conflict
 from headrace_planner.observation import LoadSample, PlannedRole, WorkerCounts, own_target
-from headrace_planner.planner import (
-    PlannerState,
-    devices_of,
-    plan,
-    record_interval,
-    within_budget,
-)
+from headrace_planner.planner import PlannerState, devices_of, plan, record_interval, within_budget
 from headrace_planner.settings import BudgetSettings, PlannerSettings
 from tests.unit.planner.samples import PROFILE, interval, pool_sample, requests, sample
 
@@ -98,8 +92,7 @@ def test_nothing_is_decided_while_workers_of_both_roles_run_beside_others() -> N
 
 
 @pytest.mark.parametrize(
-    "before,after",
-    [(sample(), WorkerCounts(1, 1)), (pool_sample(), WorkerCounts(0, 0, 1))],
+    "before,after", [(sample(), WorkerCounts(1, 1)), (pool_sample(), WorkerCounts(0, 0, 1))]
 )
 def test_the_fewest_workers_of_the_last_kind_are_wanted_when_none_is_left(
     before: LoadSample, after: WorkerCounts

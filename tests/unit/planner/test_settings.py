@@ -9,11 +9,7 @@ from pathlib import Path
 import pytest
 
 from headrace_common.errors import ConfigError
-from headrace_planner.settings import (
-    PlannerSettings,
-    WorkerProfile,
-    read_settings,
-)
+from headrace_planner.settings import PlannerSettings, WorkerProfile, read_settings
 
 PAGE = (Path(__file__).parents[3] / "docs" / "planner.md").read_text(encoding="utf-8")
 

@@ -43,11 +43,7 @@ LOAD = LoadSize(4_000, 200, 16_000)
 
 @pytest.mark.parametrize(
     ("model", "billions", "active", "bytes_each"),
-    [
-        ("llama-3.3-70b", 70.6, 69.5, 2),
-        ("qwen3-8b", 8.19, 7.57, 2),
-        ("deepseek-v3", 671, 37, 1),
-    ],
+    [("llama-3.3-70b", 70.6, 69.5, 2), ("qwen3-8b", 8.19, 7.57, 2), ("deepseek-v3", 671, 37, 1)],
 )
 def test_weights_are_those_of_the_published_models(
     model: str, billions: float, active: float, bytes_each: int

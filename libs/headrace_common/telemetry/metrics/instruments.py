@@ -105,9 +105,7 @@ class Gauge:
     def remove(self, first: str) -> None:
         """Removes the series with this value of the first label."""
         with self._lock:
-            self._values = {
-                values: value for values, value in self._values.items() if values[0] != first
-            }
+            self._values = {key: one for key, one in self._values.items() if key[0] != first}
 
     def points(self) -> dict[Labels, float]:
         with self._lock:
@@ -211,17 +209,17 @@ class MetricStore:
         `labels`: in the order of their values, without them as the schema has them.
         """
         facts = _facts(name, "counter", labels)
-        return self._add(Counter(name, labels or facts.labels))
+        return self.include(Counter(name, labels or facts.labels))
 
     def gauge(self, name: str, *labels: str) -> Gauge:
         """As `counter`."""
         facts = _facts(name, "gauge", labels)
-        return self._add(Gauge(name, labels or facts.labels))
+        return self.include(Gauge(name, labels or facts.labels))
 
     def histogram(self, name: str, *labels: str) -> Histogram:
         """As `counter`."""
         facts = _facts(name, "histogram", labels)
-        return self._add(Histogram(name, labels or facts.labels, facts.buckets))
+        return self.include(Histogram(name, labels or facts.labels, facts.buckets))
 
     def collect(self) -> list[Snapshot]:
         """The values of all instruments that have some."""
@@ -231,7 +229,8 @@ class MetricStore:
             if (points := one.points())
         ]
 
-    def _add(self, instrument: _Instrument) -> _Instrument:
+    def include(self, instrument: _Instrument) -> _Instrument:
+        """Collects the values of an instrument too. Raises ValueError when there is one with its name."""
         if instrument.name in self._instruments:
             raise ValueError(f"the process has a metric {instrument.name} already")
         self._instruments[instrument.name] = instrument

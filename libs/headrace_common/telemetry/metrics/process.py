@@ -26,10 +26,11 @@ from opentelemetry.sdk.metrics.export import Gauge as GaugeData
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
-from headrace_common.tasks import run_forever
+from headrace_common.tasks import BUGS, run_forever
 from headrace_common.telemetry import schema
 from headrace_common.telemetry.exporter import EXPORT_TIMEOUT_S, SHUTDOWN_TIMEOUT_S
 from headrace_common.telemetry.metrics.instruments import (
+    Counter,
     HistogramPoint,
     Labels,
     MetricStore,
@@ -105,12 +106,18 @@ _INTERVAL_S: Final = 5.0
 _SAMPLE_INTERVAL_S: Final = 1.0
 
 
+class _BugCounter(Counter):
+    def points(self) -> dict[Labels, float]:
+        return {(): BUGS.total()}
+
+
 class Metrics:
     """Owns the instruments of a process. They count always; gauges need sampling only while `has_readers`."""
 
     def __init__(self, resource: Resource, otlp_endpoint: str, *, readable: bool = False) -> None:
         """`readable`: whether callers may read the metrics as text."""
         self.store = MetricStore()
+        self.store.include(_BugCounter(schema.METRIC_LOOP_FAILURES, ()))
         self.loop_stall = self.store.gauge(schema.METRIC_EVENT_LOOP_STALL)
         self.has_readers = readable or bool(otlp_endpoint)
         self._resource = resource
@@ -132,7 +139,7 @@ class Metrics:
                 sample()
                 await asyncio.sleep(_SAMPLE_INTERVAL_S)
 
-        return run_forever(run(), "metrics") if self.has_readers else None
+        return run_forever(run, "metrics") if self.has_readers else None
 
     def force_flush(self) -> None:
         """Exports now. Blocks for up to about 1 s."""

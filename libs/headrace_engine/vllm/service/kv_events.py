@@ -7,6 +7,7 @@ import logging
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -278,7 +279,7 @@ class KvEventReader:
         socket.set_hwm(UNREAD_BATCHES_MAX)
         socket.connect(self._endpoint)
         socket.subscribe(b"")
-        self._reader = run_forever(self._read(socket, further), "vllm-kv-events")
+        self._reader = run_forever(partial(self._read, socket, further), "vllm-kv-events")
 
     def _open_further(
         self, context: zmq.asyncio.Context, also: KVEventsConfig

@@ -156,7 +156,7 @@ class Batches:
         for entry in reversed(folder.entries(BATCH)):
             if not entry.ended:
                 self._start(entry)
-        self._expiry = run_forever(self._remove_expired(), "expiry of files")
+        self._expiry = run_forever(self._remove_expired, "expiry of files")
 
     def _start(self, entry: Entry) -> None:
         server = LineServer(self._parts, entry)

@@ -11,7 +11,7 @@ from typing import Any, Final, TypeVar
 
 from headrace.kv.v1 import layout_pb2
 from headrace.registry.v1 import registry_pb2
-from headrace_common.errors import ConfigError, HeadraceError, RegistryUnavailable, WatchExpired
+from headrace_common.errors import ConfigError, RegistryUnavailable, WatchExpired
 from headrace_common.registry.view import default_policy
 from headrace_common.tasks import end_task, run_forever
 from headrace_registry.feed import ALL, ChangeFeed, PolicyRecord, WatchFilter
@@ -101,7 +101,7 @@ class BatchedRenewals:
             batch = {lease: self._waiting.pop(lease) for lease in leases}
             try:
                 left_s = await self._renew_all(batch.keys())
-            except HeadraceError as error:
+            except Exception as error:  # noqa: BLE001 - each caller raises it
                 for future in batch.values():
                     future.set_exception(error)
                     # A caller that was cancelled does not read it.
@@ -164,7 +164,7 @@ class EtcdStore:
                         metadata=error.metadata,
                     ) from error
             await asyncio.sleep(_RETRY_S[1])
-        self._follower = run_forever(self._follow(), "etcd-follower")
+        self._follower = run_forever(self._follow, "etcd-follower")
 
     async def close(self) -> None:
         await end_task(self._follower)

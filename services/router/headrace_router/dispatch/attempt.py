@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import grpc.aio
 
@@ -47,6 +47,7 @@ from headrace_router.tracing.attempt_record import RoutedAttempt
 from headrace_router.workers.connection import LoadReservation
 
 _LOG = logging.getLogger(__name__)
+_REPORT_S: Final = 0.5
 
 
 class Attempt(RunningAttempt, LinkedAnswer):
@@ -113,14 +114,8 @@ class Attempt(RunningAttempt, LinkedAnswer):
         self._token_ids = request.prepared.all_token_ids(self.given)
         self.load = load
         self._link = load.links.usable()
-        self._link.open(
-            call,
-            self._token_ids,
-            request.deadline,
-            self._carrier,
-            self,
-            request.prepared.images,
-        )
+        images = request.prepared.images
+        self._link.open(call, self._token_ids, request.deadline, self._carrier, self, images)
         record.opened(self, first_token)
         if terms is not None:
             tokens = terms.missing_tokens(len(self._token_ids.ids) - 1)
@@ -208,14 +203,16 @@ class Attempt(RunningAttempt, LinkedAnswer):
             self.let_go()
         super().finish(finished)
 
-    def failure(self, error: HeadraceError) -> FailedAttempt:
+    async def failure(self, error: HeadraceError) -> FailedAttempt:
         """The value that describes this attempt after it has failed with `error`."""
         queued = self._queued
+        if queued is not None and queued.part is not None:
+            # Its report states which worker has failed. Decode's error may be earlier.
+            await asyncio.wait({queued.outcome}, timeout=_REPORT_S)
         return FailedAttempt(
             error,
             decode_worker=self.decode_worker,
-            # Of two workers, either may be the cause. The next attempt needs one.
-            prefill_worker=None if queued is not None and queued.part else self.prefill_worker,
+            prefill_worker=queued.failed_worker if queued is not None else None,
             prefill_failed=self._prefill_failed,
             decode_generated=self.generates,
         )

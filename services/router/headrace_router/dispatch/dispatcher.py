@@ -20,6 +20,7 @@ from headrace_frontend.request.validation import PreparedRequest
 from headrace_frontend.running.attempt import AdmittedRequest, AttemptOutcome, finish_response
 from headrace_frontend.running.record import RequestRecord
 from headrace_kv.compatibility import fingerprint
+from headrace_kv.layout import WorkerRef
 from headrace_router.costs import Candidates, TokenTargets
 from headrace_router.dispatch.attempt import Attempt
 from headrace_router.dispatch.messages import BY_DECODE, first_token_maker
@@ -54,6 +55,30 @@ PolicySource: TypeAlias = Callable[[], registry_pb2.Policy]
 """Returns the run-time policy in force."""
 
 
+class RunningAttempts(dict[int, Attempt]):
+    """The attempts that lead, by the identity of their request."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._of_worker: dict[WorkerRef, dict[int, Attempt]] = {}
+
+    def __setitem__(self, name: int, attempt: Attempt) -> None:
+        if name in self:
+            del self[name]
+        super().__setitem__(name, attempt)
+        self._of_worker.setdefault(attempt.decode_worker, {})[name] = attempt
+
+    def __delitem__(self, name: int) -> None:
+        worker = self.pop(name).decode_worker
+        del self._of_worker[worker][name]
+        if not self._of_worker[worker]:
+            del self._of_worker[worker]
+
+    def of_worker(self, worker: WorkerRef) -> Collection[Attempt]:
+        """Those on a decode worker. Costs no look at the others."""
+        return self._of_worker.get(worker, {}).values()
+
+
 @dataclass(eq=False, slots=True)
 class RequestDispatcher:
     """Runs requests to their end. Has no state of a single request."""
@@ -71,8 +96,7 @@ class RequestDispatcher:
     fetches: PrefixFetches
     check_placed: Callable[[AdmittedRequest, Decision], None] = lambda request, decision: None
     """May raise an error by the first placement of a request."""
-    running: dict[int, Attempt] = field(default_factory=dict, init=False)
-    """The attempts that lead, by the identity of their request."""
+    running: RunningAttempts = field(default_factory=RunningAttempts, init=False)
     _lengths: AnswerLengths = field(default_factory=AnswerLengths, init=False)
 
     async def run(self, request: AdmittedRequest) -> None:
@@ -370,7 +394,7 @@ class RequestDispatcher:
             if gone == attempt.decode_worker.worker_id:
                 self.workers.mark_unreachable(attempt.decode_worker)
             may_retry = retries.record_failure(
-                attempt.failure(error),
+                await attempt.failure(error),
                 client_has_tokens=request.response.completion_tokens > 0,
                 time_left_s=request.deadline.remaining_s(),
                 slot_wait_s=request.permit.slot_wait_s,

@@ -8,10 +8,10 @@ import math
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Final, TypeAlias
+from typing import Final, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary
 
 from headrace.kv.v1 import prefix_pb2
@@ -27,7 +27,7 @@ from headrace_common.errors import (
     NotFound,
     QueueFull,
 )
-from headrace_common.tasks import BackgroundTasks
+from headrace_common.tasks import BackgroundTasks, report_bug
 from headrace_frontend.request.response_stream import ResponseStream
 from headrace_kv.layout import STATE, WorkerRef
 from headrace_router.dispatch.attempt import Attempt
@@ -39,7 +39,7 @@ from headrace_router.dispatch.relocation import (
     late_answer,
     may_be_late,
 )
-from headrace_router.dispatch.retry_policy import TAKEN_SLOT_PAUSE_S
+from headrace_router.dispatch.retry_policy import PAIR_ERRORS, TAKEN_SLOT_PAUSE_S
 from headrace_router.placement import Decision
 from headrace_router.prefill_queue.task import SignTask
 from headrace_router.tracing.attempt_record import Move
@@ -69,6 +69,7 @@ REST_S: Final = 10.0
 _IDLE_S: Final = 0.2
 """Between two looks at the answers that are left, while none of them is due."""
 
+_Result = TypeVar("_Result")
 CountMove: TypeAlias = Callable[[str, str], None]
 """Counts a move by its outcome, "moved" or an error's reason, and by what has asked for it."""
 
@@ -86,17 +87,10 @@ class _Course:
 
     async def run(self) -> Move:
         """Raises HeadraceError if the answer stays."""
-        if not await self._warm(remote=True):
-            await self._warm(remote=False)
-        give_up = Deadline.after(SWITCH_S)
-        while True:
-            try:
-                return await self._switch()
-            except DecodeFull:
-                # It frees what it had for the KV some milliseconds after that request's end.
-                if give_up.expired:
-                    raise
-                await asyncio.sleep(TAKEN_SLOT_PAUSE_S)
+        late = Deadline.after(WARM_S)
+        if not await self._warm(late, remote=True):
+            await _once_free(lambda: self._warm(late, remote=False))
+        return await _once_free(self._switch)
 
     def _reserve(self) -> LoadReservation:
         target = self.decision.worker.ref
@@ -106,10 +100,10 @@ class _Course:
             raise NotFound(f"{target} has left", metadata={"worker_id": target.worker_id})
         return load
 
-    async def _warm(self, *, remote: bool) -> bool:
+    async def _warm(self, late: Deadline, *, remote: bool) -> bool:
         """The target gets the KV of the whole blocks that the source has, from there or by computing it.
 
-        False when the source cannot send.
+        False when the source cannot send, or what it sends does not arrive.
         """
         attempt, request, target = self.attempt, self.attempt.request, self.decision.worker
         prepared, generated = request.prepared, request.response.generated
@@ -135,9 +129,14 @@ class _Course:
                 # Admitted with the growth of the answer, so that this has room too.
                 prepared.sampling.max_tokens - len(generated),
                 source,
-                WARM_S,
+                late.remaining_s(),
                 attempt.ended,
             )
+        except PAIR_ERRORS as error:
+            if source is None:
+                raise
+            _LOG.info("%s lacks KV of an answer: %s", target.ref, error.detail)
+            sent_bytes = None
         finally:
             load.release()
         _require_running(attempt)
@@ -188,6 +187,10 @@ class Moves:
         default_factory=WeakKeyDictionary, init=False
     )
     """Until when an answer rests."""
+    _plans: dict[str, tuple[tuple[str, WorkerRef], float]] = field(default_factory=dict, init=False)
+    """By model, what asks for its next move and the source, and since when it is planned."""
+    _balanced: dict[str, asyncio.Task[None]] = field(default_factory=dict, init=False)
+    """By model, the latest move that was planned."""
     _tasks: BackgroundTasks = field(default_factory=BackgroundTasks, init=False)
 
     async def move(self, attempt: Attempt, asker: str, worker_id: str = "") -> Move:
@@ -266,11 +269,9 @@ class Moves:
             self._tasks.start(self._empty(worker))
 
     async def _empty(self, worker: WorkerRef) -> None:
-        running = self.dispatcher.running
+        running, workers = self.dispatcher.running, self.dispatcher.workers
         try:
-            while self.dispatcher.workers.leaves(worker) and (
-                left := [one for one in running.values() if one.decode_worker == worker]
-            ):
+            while workers.leaves(worker) and (left := running.of_worker(worker)):
                 now_s = time.monotonic()
                 due = [one for one in left if one.generates and not self._rests(one, now_s)]
                 for attempt in due[: OF_WORKER_MAX - self._workers[worker]]:
@@ -280,24 +281,32 @@ class Moves:
             self.leaving.discard(worker)
 
     async def balance(self) -> None:
-        """Moves answers that will be late, and gathers answers by policy, one at a time. Never returns.
-
-        What is planned must be planned for a while before it is done, and an answer rests after each try.
-        """
-        since_s: dict[tuple[str, WorkerRef], float] = {}
+        """Moves late answers, and gathers answers by policy, one at a time of each model. Never returns."""
         while True:
             await asyncio.sleep(LOOK_S)
-            now_s = time.monotonic()
-            earlier_s, since_s = since_s, {}
             for model in self.dispatcher.workers.decode_worker_counts():
-                if (planned := self._planned(model)) is not None:
-                    asker, attempt, target = planned
-                    key = (asker, attempt.decode_worker)
-                    since_s[key] = earlier_s.get(key, now_s)
-                    if now_s - since_s[key] >= PLANNED_S[asker]:
-                        await self._try(attempt, asker, target.worker_id, rest_s=REST_S)
+                try:
+                    self._balance(model)
+                except Exception as error:  # noqa: BLE001 - other models have a turn
+                    report_bug(f"a plan of moves for {model}", error)
                 # The plans of many models do not hold the event loop together.
                 await asyncio.sleep(0)
+
+    def _balance(self, model: str) -> None:
+        """What is planned must be planned for a while before it is done, and an answer rests after each try."""
+        if (moving := self._balanced.get(model)) is not None and not moving.done():
+            return
+        if (planned := self._planned(model)) is None:
+            self._plans.pop(model, None)
+            return
+        asker, attempt, target = planned
+        plan, key = self._plans.get(model), (asker, attempt.decode_worker)
+        if plan is None or plan[0] != key:
+            plan = self._plans[model] = key, time.monotonic()
+        if time.monotonic() - plan[1] >= PLANNED_S[asker]:
+            trying = self._try(attempt, asker, target.worker_id, rest_s=REST_S)
+            self._balanced[model] = asyncio.create_task(trying)
+            self._tasks.start(self._balanced[model])
 
     def _planned(self, model: str) -> tuple[str, Attempt, WorkerRef] | None:
         """What asks for a move, the answer and its target."""
@@ -306,46 +315,55 @@ class Moves:
         bound_s = seconds_from_duration(policy.tpot_target) or math.inf
         if len(table) < 2 or _has_states(table.workers[0]):
             return None
-        running = dispatcher.running.values()
-        attempts = [one for one in running if one.request.prepared.model == model]
-        bounds_s = [one.request.prepared.tpot_target_s or bound_s for one in attempts]
+        of_worker, workers = dispatcher.running.of_worker, enumerate(table.workers)
+        attempts = [(row, one) for row, worker in workers for one in of_worker(worker.ref)]
+        bounds_s = [one.request.prepared.tpot_target_s or bound_s for _, one in attempts]
         if not attempts or not (policy.gather_fill or may_be_late(table, min(bounds_s))):
             return None
-        rows = {worker.ref: row for row, worker in enumerate(table.workers)}
-        attempts = [one for one in attempts if one.decode_worker in rows]
         answers = [
             RunningAnswer(
-                rows[one.decode_worker],
+                row,
                 len(one.request.prepared.token_ids) + one.response.completion_tokens,
-                one.request.prepared.tpot_target_s or bound_s,
+                tpot_s,
                 one.generates and not self._rests(one, now_s),
                 one.request.prepared.adapter,
             )
-            for one in attempts
+            for (row, one), tpot_s in zip(attempts, bounds_s, strict=True)
         ]
         asker, found = "late", late_answer(table, answers, bound_s)
         if found is None and policy.gather_fill:
             asker, found = "gather", gathered_answer(table, answers, bound_s, policy.gather_fill)
         if found is None:
             return None
-        return asker, attempts[found[0]], table.workers[found[1]].ref
+        return asker, attempts[found[0]][1], table.workers[found[1]].ref
 
     def _rests(self, attempt: Attempt, now_s: float) -> bool:
         return self._rest_s.get(attempt.response, 0.0) > now_s
 
-    async def _try(
-        self, attempt: Attempt, asker: str, worker_id: str = "", *, rest_s: float
-    ) -> None:
+    async def _try(self, attempt: Attempt, asker: str, target: str = "", *, rest_s: float) -> None:
         """Then the answer rests. One that cannot be moved stays."""
         self._rest_s[attempt.response] = math.inf
         try:
-            await self.move(attempt, asker, worker_id)
+            await self.move(attempt, asker, target)
         except HeadraceError as error:
             request_id = attempt.request.prepared.request_id
             _LOG.info("answer %s stays on %s: %s", request_id, attempt.decode_worker, error.detail)
             if isinstance(error, InvalidRequest):
-                return
-        self._rest_s[attempt.response] = time.monotonic() + rest_s
+                rest_s = math.inf
+        finally:
+            self._rest_s[attempt.response] = time.monotonic() + rest_s
+
+
+async def _once_free(step: Callable[[], Awaitable[_Result]]) -> _Result:
+    """The target frees what it had for the KV some milliseconds after that request's end."""
+    give_up = Deadline.after(SWITCH_S)
+    while True:
+        try:
+            return await step()
+        except DecodeFull:
+            if give_up.expired:
+                raise
+            await asyncio.sleep(TAKEN_SLOT_PAUSE_S)
 
 
 def _require_running(attempt: Attempt) -> None:

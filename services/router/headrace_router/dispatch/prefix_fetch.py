@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import grpc.aio
+import numpy as np
 
 from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import receipt_pb2, sampling_pb2
@@ -41,8 +42,9 @@ from headrace_router.workers.table import Worker
 
 _LOG = logging.getLogger(__name__)
 _ANSWER_WAIT_S: Final = 0.1
+FETCH_MIN_S: Final = 0.1
 FETCH_S: Final = 2.0
-"""The longest time that a fetch may delay a prompt."""
+"""A fetch delays a prompt for as long as computing its tokens takes, within these bounds."""
 REFUSED: Final = "REFUSED"
 """The outcome of a fetch from a worker that does not send."""
 
@@ -107,7 +109,7 @@ class Warming:
     async def run(
         self,
         token_ids: array[int],
-        answer_tokens: int,
+        max_tokens: int,
         source: KvSource | None,
         timeout_s: float,
         stop: asyncio.Future[Any],
@@ -124,9 +126,7 @@ class Warming:
             incarnation=self.target.ref.incarnation,
             remote_prefill=source is not None,
         )
-        call.sampling.CopyFrom(
-            sampling_pb2.SamplingParams(temperature=0.0, max_tokens=answer_tokens)
-        )
+        call.sampling.CopyFrom(sampling_pb2.SamplingParams(temperature=0.0, max_tokens=max_tokens))
         call.ticket_key_id = self.ticket_key_id
         for name in ("stop_token_ids", "keep"):
             call.ClearField(name)
@@ -237,9 +237,10 @@ class PrefixFetches:
         record: RoutedAttempt,
     ) -> None:
         """Returns once the decode worker, which has `load`, has in its cache what is worth to be fetched."""
-        source = self._source(request, token_ids, decision)
-        if source is None:
+        found = self._source(request, token_ids, decision)
+        if found is None:
             return
+        source, due_bytes, limit_s = found
         ref, tokens = source.ref, len(source.asked.generated_token_ids)
         target, reason, sent_bytes = decision.worker.ref, "", None
 
@@ -251,14 +252,16 @@ class PrefixFetches:
         warming = Warming(request, decision.worker, load, self.ticket_key_id, self.sign, charge)
         never, start_ns = asyncio.get_running_loop().create_future(), time.monotonic_ns()
         try:
-            sent_bytes = await warming.run(token_ids[: tokens + 1], 1, source, FETCH_S, never)
+            sent_bytes = await warming.run(token_ids[: tokens + 1], 1, source, limit_s, never)
         except HeadraceError as error:
             reason = error.reason
             _LOG.warning("%s computes a prefix: %s", target, error.detail)
         end_ns, link = time.monotonic_ns(), _link(ref, target)
-        if sent_bytes is not None:
-            self.rule.fetched(link, sent_bytes, 1e-9 * (end_ns - start_ns))
-        elif reason != DecodeFull.reason:
+        if sent_bytes is not None or reason == DeadlineExceeded.reason:
+            # One that is late takes this long at least. So a slow link is learned.
+            due_bytes = int(due_bytes) if sent_bytes is None else sent_bytes
+            self.rule.fetched(link, due_bytes, 1e-9 * (end_ns - start_ns))
+        if sent_bytes is None and reason != DecodeFull.reason:
             self.rule.failed(link)
         reason = reason or ("" if sent_bytes is not None else REFUSED)
         tokens = 0 if reason else tokens - decision.decode_cached_tokens
@@ -268,8 +271,8 @@ class PrefixFetches:
 
     def _source(
         self, request: AdmittedRequest, token_ids: array[int], decision: Decision
-    ) -> KvSource | None:
-        """Where to fetch how many tokens from. None where the prompt is to be computed."""
+    ) -> tuple[KvSource, float, float] | None:
+        """Where to fetch how many tokens from, their bytes, and the longest time. None: compute them."""
         prepared, target, start = request.prepared, decision.worker, decision.decode_cached_tokens
         workers, layout, needed = self.workers, target.layout, len(token_ids) - 1
         if (
@@ -282,24 +285,24 @@ class PrefixFetches:
         ):
             return None
         table = workers.table(prepared.model)
-        usable = table.reachable & ~table.draining
-        refs = {table.workers[row].ref for row in usable.nonzero()[0]} - {target.ref}
-        refs -= workers.distrusted(target.ref).keys()
         salt, load = prepared.cache_salt, table.load(target.ref)
-        cached = self.prefixes.cached_refs(prepared.model, token_ids, salt, frozenset(refs))
-        if not cached or load is None:
-            return None
-        ref = max(cached, key=cached.__getitem__)
-        end = min(cached[ref], needed)
+        unfit = table.flags({target.ref, *workers.distrusted(target.ref)}) | table.draining
+        cached = self.prefixes.cached_tokens(table, token_ids, salt, pooled=False)
+        cached = np.where(table.reachable & ~unfit, cached, 0.0)
+        row = cached.argmax()
+        end = min(int(cached[row]), needed)
         end -= end % layout.block_tokens
+        if load is None or end <= start:
+            return None
+        ref = table.workers[row].ref
         payload_bytes, link = (end - start) * layout.token_bytes, _link(ref, target.ref)
-        channel = workers.channel_of(ref.incarnation)
-        if channel is None or not self.rule.prefers_fetch(
-            link, start, end, payload_bytes, load.times.steps
-        ):
+        channel, steps = workers.channel_of(ref.incarnation), load.times.steps
+        if channel is None or not self.rule.prefers_fetch(link, start, end, payload_bytes, steps):
             return None
         asked = prefix_pb2.SendPrefixRequest(generated_token_ids=token_ids[:end], cache_salt=salt)
-        return KvSource(ref, channel, asked)
+        step_s = load.times.step_s(end - start, prior_tokens=start) if self.rule.gain else None
+        limit_s = FETCH_S if step_s is None else min(FETCH_S, max(FETCH_MIN_S, step_s))
+        return KvSource(ref, channel, asked), payload_bytes, limit_s
 
 
 def _link(source: WorkerRef, target: WorkerRef) -> str:

@@ -35,13 +35,7 @@ _TAKEN_SLOT_PAUSE_MAX_S: Final = 0.32
 _RETRY_AFTER_TIMEOUT_MIN_S: Final = 1.0
 
 # Errors of the pair of workers. A prefill worker that shuts down before its task has ended reports Cancelled.
-_PAIR_ERRORS: Final = (
-    Cancelled,
-    TransferFailed,
-    TransferTimeout,
-    LayoutMismatch,
-    ProtocolViolation,
-)
+PAIR_ERRORS: Final = (Cancelled, TransferFailed, TransferTimeout, LayoutMismatch, ProtocolViolation)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +134,7 @@ RULES: Final = (
     Rule((InvalidRequest, KvCorrupt), decode=Decode.AVOID, retry=Retry.NO),
     # The prefill side reported the error.
     Rule(
-        (*_PAIR_ERRORS, StaleIncarnation),
+        (*PAIR_ERRORS, StaleIncarnation),
         prefill_failed=True,
         decode=Decode.AVOID,
         exclude_prefill=True,
@@ -159,8 +153,8 @@ RULES: Final = (
         exclude_prefill=True,
         time_left_min_s=_RETRY_AFTER_TIMEOUT_MIN_S,
     ),
-    Rule(_PAIR_ERRORS, decode_generated=True, decode=Decode.AVOID),
-    Rule(_PAIR_ERRORS, decode=Decode.AVOID, exclude_prefill=True),
+    Rule(PAIR_ERRORS, decode_generated=True, decode=Decode.AVOID),
+    Rule(PAIR_ERRORS, decode=Decode.AVOID, exclude_prefill=True),
     Rule((DecodeFull,), decode=Decode.EXCLUDE),
     Rule((WorkerGone,), decode=Decode.AVOID),
     # Other errors, such as a bug in a worker, would be repeated on other workers.

@@ -217,10 +217,7 @@ class PickerServer:
         self._listener = RpcListener(
             Address(Listener.PICKER, config.endpoint_picker_listen),
             (),
-            [
-                ErrorInterceptor(),
-                InternalAccess(self._authorizer, Listener.PICKER),
-            ],
+            [ErrorInterceptor(), InternalAccess(self._authorizer, Listener.PICKER)],
             tls=TlsFiles.from_config(config),
             options=internal_options(config.connections_max()),
             further_health=_HEALTH_NAMES,
@@ -237,7 +234,7 @@ class PickerServer:
         self._authorizer.serve_at(self.endpoint)
         await self._listener.start()
         await self._report_ready()
-        self._task = run_forever(self._follow_readiness(), "picker-readiness")
+        self._task = run_forever(self._follow_readiness, "picker-readiness")
 
     async def stop(self) -> None:
         """Ends every stream."""

@@ -105,9 +105,7 @@ class PrefillQueue:
         waiting = [group.tasks for group in self._groups.values()]
         if sum([len(tasks) + tasks.expected for tasks in waiting]) >= self.max_queued_tasks:
             return math.inf
-        return min(
-            [group.wait_s(priority, tenant) for group in self._groups_of(model)], default=0.0
-        )
+        return min([one.wait_s(priority, tenant) for one in self._groups_of(model)], default=0.0)
 
     def depths(self, model: str = "") -> dict[str, int]:
         """The number of tasks of each class that wait, by its name: of one served model, or of all."""
@@ -119,11 +117,9 @@ class PrefillQueue:
 
     def oldest_ages_s(self) -> dict[str, float]:
         """The age of the oldest task of each class, by its name."""
-        groups = self._groups.values()
+        tasks = [group.tasks for group in self._groups.values()]
         return {
-            one.label: max(
-                (group.tasks.of_class(one).oldest_age_s for group in groups), default=0.0
-            )
+            one.label: max((each.of_class(one).oldest_age_s for each in tasks), default=0.0)
             for one in Priority
         }
 

@@ -103,11 +103,7 @@ class QueuedTask:
         self.cached = terms.cached
         self.planned = terms.planned
         self.returns_left = terms.returns_max
-        self.order: TaskOrder = (
-            _AT_FRONT if terms.front else _IN_TURN,
-            terms.deadline_s,
-            number,
-        )
+        self.order: TaskOrder = (_AT_FRONT if terms.front else _IN_TURN, terms.deadline_s, number)
         self.tasks_ahead = 0
         self.counted_tokens = 0
         """Tokens to compute that count for the tenant and the class since the task was handed out."""
@@ -238,6 +234,17 @@ class QueuedTask:
         self.cached, self.may_wait = {ref: self.part.tokens}, False
         self.end_on_failure(self.part.cancel)
         return self.part
+
+    @property
+    def failed_worker(self) -> WorkerRef | None:
+        """The worker by which the task has failed: of two that compute it, the one that its report states.
+
+        None when the stream between them has ended: of these, the one that is gone is not asked again.
+        """
+        done = self.outcome.result().done if self.outcome.done() else None
+        if self.part is None or done is None or not done.failed_part:
+            return self.worker
+        return self.part.worker if done.failed_part == prefill_pb2.FAILED_PART_FIRST else None
 
     def returned_from(self, ref: WorkerRef) -> None:
         """The worker returned the task unopened. The task goes to the front, and never to that worker again."""

@@ -64,16 +64,12 @@ class ModelIndex:
 
     def indexed(self, given: LoadTable | Collection[WorkerRef]) -> IndexedWorkers:
         """Cached for a table, and for a frozenset, while no worker changes its slot."""
-        cached = self._indexed.get(type(given))
-        if (
-            cached is None
-            or cached.given is not given
-            or cached.generation != self.index.generation
-        ):
-            cached = self._find_slots(given)
+        known = self._indexed.get(type(given))
+        if known is None or known.given is not given or known.generation != self.index.generation:
+            known = self._find_slots(given)
             if isinstance(given, LoadTable | frozenset):
-                self._indexed[type(given)] = cached
-        return cached
+                self._indexed[type(given)] = known
+        return known
 
     def blocks(self, prompt: PromptHashes) -> list[Numbers]:
         """By tier, fastest first, how many blocks of the prompt each worker holds. Shape [slot]. Empty for none at all.
@@ -191,17 +187,24 @@ class CachedPrompts:
         return [index for sizes in self._indexes.values() for index in sizes.values()]
 
     def cached_tokens(
-        self, table: LoadTable, token_ids: TokenIds | Sequence[int], cache_salt: str
+        self,
+        table: LoadTable,
+        token_ids: TokenIds | Sequence[int],
+        cache_salt: str,
+        *,
+        pooled: bool = True,
     ) -> Numbers:
-        """The cached tokens of a prompt with this salt for each worker of the table. Shape [worker]."""
+        """The cached tokens of a prompt with this salt for each worker of the table. Shape [worker].
+
+        `pooled`: whether what the remote pool has counts, which all of them reach.
+        """
         found: Numbers = np.zeros(len(table.workers))
         model = table.workers[0].model if table.workers else ""
         for model_index, held in self._held(model, token_ids, cache_salt):
             workers = model_index.indexed(table)
             blocks, reached = self._own_blocks(model, model_index, held, workers)
-            pooled = held[-1]
-            if np.any(pooled):
-                blocks = blocks + REMOTE_SHARE * np.maximum(pooled.max() - reached, 0.0)
+            if pooled and np.any(held[-1]):
+                blocks = blocks + REMOTE_SHARE * np.maximum(held[-1].max() - reached, 0.0)
             found[workers.rows] = blocks * model_index.block_tokens
         return found
 

@@ -18,7 +18,7 @@ from headrace_common.durations import duration_from_seconds
 from headrace_common.errors import ProtocolViolation
 from headrace_common.process.pacing import SHORTEST_S, heartbeat_interval_s, must_change
 from headrace_common.registry.duties import WORKERS
-from headrace_common.tasks import BackgroundTasks, end_task
+from headrace_common.tasks import BackgroundTasks, end_task, run_forever
 from headrace_kv.layout import WorkerRef, layout_from_proto
 from headrace_kv.prefix.events import Tier, event_from_proto, load_time_from_proto
 from headrace_kv.prefix.hashing import key_fingerprint
@@ -70,8 +70,7 @@ class KvEventFeed:
         self._on_heartbeat = on_heartbeat
         self._due_s = asyncio.get_running_loop().time() + self._limit_s
         self._closing: asyncio.Task[None] | None = None
-        self._task = asyncio.create_task(self._follow(), name=f"kv-events-{ref}")
-        self._task.add_done_callback(self._on_task_done)
+        self._task = run_forever(self._follow, f"kv-events-{ref}")
 
     def check_timeout(self, now_s: float) -> float:
         """Suspends the worker when its last event is too old, by the loop's time. Returns when to call it again."""
@@ -110,11 +109,6 @@ class KvEventFeed:
         if self.index is not None:
             self.index.suspend(self.ref)
 
-    def _on_task_done(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._suspend()
-            _LOG.critical("a bug ended the KV event stream of %s", self.ref, exc_info=error)
-
     async def _follow(self) -> None:
         while True:
             reason = await self._subscribe()
@@ -148,6 +142,10 @@ class KvEventFeed:
             _LOG.warning("%s has sent no KV events for %g s", self.ref, self._limit_s)
         except ProtocolViolation as error:
             _LOG.warning("KV events of %s: %s", self.ref, error.detail)
+        except Exception:
+            # A part of an event may be applied.
+            self._suspend()
+            raise
         finally:
             if call is not None:
                 call.cancel()
@@ -180,12 +178,10 @@ class KvEventFeed:
             index.add_worker(self.ref)
             self.index = index
 
-    def _apply(
-        self, index: PrefixIndex, message: worker_pb2.SubscribeKvEventsResponse
-    ) -> ApplyResult:
-        event = event_from_proto(message)
+    def _apply(self, index: PrefixIndex, sent: worker_pb2.SubscribeKvEventsResponse) -> ApplyResult:
+        event = event_from_proto(sent)
         if self._on_heartbeat is not None and event.kind == "heartbeat":
-            self._on_heartbeat(message)
+            self._on_heartbeat(sent)
         result = index.apply(self.ref, event)
         if result is ApplyResult.APPLIED:
             self._due_s = asyncio.get_running_loop().time() + self._limit_s
@@ -289,7 +285,7 @@ class PrefixCacheDirectory:
             )
         self.cached.keep({(key.model, key.block_tokens) for key in wanted})
         if self._upkeep is None:
-            self._upkeep = asyncio.create_task(self._run_upkeep(), name="prefix-index-upkeep")
+            self._upkeep = run_forever(self._run_upkeep, "prefix-index-upkeep")
 
     async def close(self) -> None:
         """Ends every stream."""
@@ -300,15 +296,13 @@ class PrefixCacheDirectory:
         self._feeds.clear()
         await self._closing.wait()
 
-    def _apply_heartbeat(
-        self, key: _FeedKey, message: worker_pb2.SubscribeKvEventsResponse
-    ) -> None:
+    def _apply_heartbeat(self, key: _FeedKey, sent: worker_pb2.SubscribeKvEventsResponse) -> None:
         """Takes what a worker's heartbeat says beside the digest. Raises ProtocolViolation."""
-        if message.heartbeat.HasField("hashing"):
-            self._check_hashing(key, message.heartbeat.hashing)
-        load_s = load_time_from_proto(message)
+        if sent.heartbeat.HasField("hashing"):
+            self._check_hashing(key, sent.heartbeat.hashing)
+        load_s = load_time_from_proto(sent)
         if load_s is not None:
-            self._prices.measured(key.ref, Tier(message.tier), load_s)
+            self._prices.measured(key.ref, Tier(sent.tier), load_s)
 
     def _check_hashing(self, key: _FeedKey, theirs: worker_pb2.KvHashing) -> None:
         """Records and logs once why a worker's cache does not count."""

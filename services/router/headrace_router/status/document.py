@@ -234,9 +234,7 @@ def _request(digest: RequestDigest) -> dict[str, Any]:
 
 def _finite(values: Mapping[str, float]) -> dict[str, float | None]:
     """JSON has no infinity."""
-    return {
-        name: round(value, 4) if math.isfinite(value) else None for name, value in values.items()
-    }
+    return {name: round(one, 4) if math.isfinite(one) else None for name, one in values.items()}
 
 
 def _ms(nanoseconds: int) -> float:

@@ -172,16 +172,14 @@ class TraceRecord:
         """Whether the newest request has ended, and all spans of the successful attempts' workers have arrived."""
         ended = {request.request_id for request in self.requests}
         sent = self._sent or _SentSpans()
-        expected = {
+        awaited = {
             (name, _span_id(attempt))
             for request in self.requests
             for attempt in (routed_attempts(request) if request.sampled else ())
             for name in _WORKER_SPANS
             if not attempt.error and (name == schema.SPAN_DECODE or attempt.prefill_worker_id)
         }
-        return expected <= sent.workers and not {"", *self.names[-1:]}.isdisjoint(
-            ended | sent.roots
-        )
+        return awaited <= sent.workers and not {"", *self.names[-1:]}.isdisjoint(ended | sent.roots)
 
     def start_request(self, sequence: int, request_id: str, start_unix_ns: int) -> None:
         """The trace has another request."""

@@ -164,8 +164,8 @@ class WorkerConnection:
         self.clock = WorkerClock(worker.ref)
         self._retired = False
         self._closing: asyncio.Task[None] | None = None
-        self._watch = asyncio.create_task(self._watch_status())
-        self._watch_silence = run_forever(self._find_silence(), f"silence of {worker.ref}")
+        self._watch = run_forever(self._watch_status, f"status of {worker.ref}")
+        self._watch_silence = run_forever(self._find_silence, f"silence of {worker.ref}")
 
     @property
     def has_reported(self) -> bool:

@@ -264,12 +264,10 @@ class TimeColumns:
         learned, counts = np.where(votes, self._rows, 0.0), votes.sum(1)
         generic = np.array(time_values(GENERIC_STEPS, NO_HANDOVERS))
         overall = np.where(counts, learned.sum(1) / np.maximum(1, counts), generic)
-        unlearned = overall[0] / generic[0] * generic
+        prior = overall[0] / generic[0] * generic
         if prefill.knows_prompts:
-            unlearned = np.where(
-                _PART_OF == _PROMPTS, time_values(prefill, NO_HANDOVERS), unlearned
-            )
-        overall = np.where(counts, overall, unlearned)
+            prior = np.where(_PART_OF == _PROMPTS, time_values(prefill, NO_HANDOVERS), prior)
+        overall = np.where(counts, overall, prior)
         counts = votes @ self._kinds
         means = np.where(counts, learned @ self._kinds / np.maximum(1, counts), overall[:, None])
         columns = means @ self._kinds.T
@@ -323,9 +321,7 @@ class LoadTable:
         self.max_num_seqs: Numbers = np.array([w.max_num_seqs for w in self.workers], np.float64)
         self.held_tokens: Numbers = np.zeros(count)
         self.total_tokens: Numbers = np.zeros(count)
-        self.computes_prompts: Flags = np.array(
-            [w.computes_prompts for w in self.workers], np.bool_
-        )
+        self.computes_prompts: Flags = np.array([w.computes_prompts for w in self.workers], bool)
         self.prefill_only, self.decode_only = (
             np.array([w.role == role for w in self.workers], np.bool_)
             for role in (registry_pb2.WORKER_ROLE_PREFILL, registry_pb2.WORKER_ROLE_DECODE)

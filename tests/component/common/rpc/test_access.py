@@ -19,12 +19,7 @@ from headrace_common.access.credentials import TlsFiles
 from headrace_common.access.roles import TOKEN_KEY, Role
 from headrace_common.access.tokens import create_token, new_private_key, public_key_of
 from headrace_common.config import ServiceConfig
-from headrace_common.errors import (
-    HeadraceError,
-    InvalidRequest,
-    PermissionDenied,
-    Unauthenticated,
-)
+from headrace_common.errors import HeadraceError, InvalidRequest, PermissionDenied, Unauthenticated
 from headrace_common.rpc.channel import MESSAGE_BYTES_MAX, open_channel
 from headrace_common.rpc.server import GrpcServer, InternalTimes
 from headrace_common.rpc.status import error_from_rpc

@@ -8,12 +8,7 @@ from typing import Any
 
 import pytest
 
-from headrace_common.errors import (
-    DecodeFull,
-    Draining,
-    DuplicateTransfer,
-    InvalidRequest,
-)
+from headrace_common.errors import DecodeFull, Draining, DuplicateTransfer, InvalidRequest
 from headrace_common.registry.adapters import Adapter
 from headrace_engine.interface import DecodeTokens, DecodeWork, Sampling
 from headrace_engine.sim.engine import SimEngine

@@ -6,13 +6,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from headrace_common.errors import TransferFailed
-from headrace_engine.interface import (
-    Arrived,
-    DecodeEnded,
-    DecodeTokens,
-    Released,
-    TransferEvent,
-)
+from headrace_engine.interface import Arrived, DecodeEnded, DecodeTokens, Released, TransferEvent
 from headrace_engine.sim.engine import SimEngine
 from headrace_kv.messages import Reservation
 from tests.component.engine.sim.support import (

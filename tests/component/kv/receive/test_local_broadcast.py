@@ -46,13 +46,7 @@ from tests.component.kv.harness import (
     make_layout,
     running,
 )
-from tests.in_memory_transport import (
-    Fault,
-    FaultKind,
-    FaultPlan,
-    InMemoryTransport,
-    MemoryFabric,
-)
+from tests.in_memory_transport import Fault, FaultKind, FaultPlan, InMemoryTransport, MemoryFabric
 from tests.waiting import PATIENCE_S, let_a_wrong_step_show, until
 
 TOKENS = 3 * BLOCK_TOKENS - 1

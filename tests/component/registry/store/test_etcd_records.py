@@ -14,12 +14,7 @@ from headrace_common.telemetry import schema
 from headrace_registry.main import recorded_metrics
 from headrace_registry.store.etcd_store import EtcdStore
 from tests.collector import collecting
-from tests.component.registry.harness import (
-    EtcdServer,
-    kv_descriptor,
-    reference,
-    worker,
-)
+from tests.component.registry.harness import EtcdServer, kv_descriptor, reference, worker
 from tests.ports import free_port
 from tests.waiting import PATIENCE_S, until
 

@@ -92,12 +92,7 @@ async def test_a_decode_worker_that_leaves_is_asked_once(rig: Rig) -> None:
         (die, 1),
         (refuse("DRAINING"), 1),
     ],
-    ids=[
-        "end of the stream",
-        "failed transfer",
-        "death before the start",
-        "drain",
-    ],
+    ids=["end of the stream", "failed transfer", "death before the start", "drain"],
 )
 async def test_a_failed_prefill_is_repeated_by_another_worker(
     rig: Rig, behaviour: Any, attempts: int

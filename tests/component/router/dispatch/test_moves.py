@@ -24,7 +24,6 @@ from headrace_common.errors import (
     WorkerGone,
 )
 from headrace_common.rpc.status import error_from_rpc
-from headrace_common.telemetry import schema
 from headrace_common.time_model.model import StepTimes, TimeModel, time_model_to_proto
 from headrace_kv.layout import WorkerRef
 from headrace_router.dispatch import moves
@@ -150,62 +149,6 @@ async def move(rig: Rig, worker_id: str = "d1", request_id: str = "r") -> Any:
     return moved
 
 
-async def test_the_target_continues_and_held_tokens_are_dropped(rig: Rig) -> None:
-    course, counted = Course(), Counter[tuple[str, str]]()
-    rig.router.moves.count = lambda *labels: counted.update([labels])
-    reader = await begin(rig, course)
-    moving = asyncio.create_task(move(rig))
-    await course.continued.wait()
-    # The source is two thirds ahead when the target begins.
-    course.end = lambda worker: forever()
-    before = rig.read_tokens.count
-    course.source_goes_on.set()
-    await rig.read_tokens.reach(before + len(TOKENS) - EARLY - 1)
-    assert len(reader.tokens) == EARLY
-    course.target_begins.set()
-    moved = await moving
-    assert (moved.source_worker_id, moved.target_worker_id) == ("d0", "d1")
-    last = await reader.whole()
-    assert last.timing.decode_worker_id == "d1"
-    source, target = rig.decodes
-    warmed, continued = target.requests[-2:]
-    assert bytes(continued.token_ids) == b"a prompt" + TOKENS[:EARLY]
-    assert continued.generated_token_count == EARLY
-    assert continued.sampling == source.requests[0].sampling
-    assert len(warmed.token_ids) % 4 == 1
-    await until(lambda: source.cancelled == {source.requests[0].transfer_id})
-    assert warmed.transfer_id in target.cancelled
-    assert counted == {("moved", "operator"): 1}
-    trace = await rig.trace_of("r")
-    (span,) = [span for span in trace.spans if span.name == schema.SPAN_MOVE]
-    assert span.attributes[schema.ATTRIBUTE_MOVE_SOURCE_WORKER_ID] == "d0"
-    assert span.attributes[schema.ATTRIBUTE_DECODE_WORKER_ID] == "d1"
-    assert 0 < float(span.attributes[schema.ATTRIBUTE_MOVE_GAP_MS]) < 60_000
-
-
-async def test_a_target_that_has_the_place_of_the_warm_request_still_is_asked_again(
-    rig: Rig,
-) -> None:
-    course = Course()
-
-    async def full_once(
-        worker: FakeDecode, request: decode_pb2.GenerateRequest
-    ) -> AsyncIterator[Any]:
-        if request.generated_token_count and not course.continued.is_set():
-            course.continued.set()
-            raise DecodeFull("as scripted")
-        async for event in course.target(worker, request):
-            yield event
-
-    reader = await begin(rig, course)
-    rig.decodes[1].script = full_once
-    course.target_begins.set()
-    await move(rig)
-    await reader.whole()
-    asked = [request.generated_token_count for request in rig.decodes[1].requests]
-    assert asked.count(EARLY) == 2
-
-
 async def test_answers_leave_a_worker_only_while_the_policy_leaves_it_prompts(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -225,6 +168,46 @@ async def test_answers_leave_a_worker_only_while_the_policy_leaves_it_prompts(
     await until(lambda: not rig.router.moves.leaving)
     course.source_goes_on.set()
     assert (await reader.whole()).timing.decode_worker_id == "d0"
+
+
+async def test_of_two_routers_that_fill_a_target_one_keeps_its_answer(rig: Rig) -> None:
+    """Routers do not know of each other's moves. The target admits what fits, and refuses the rest before any KV."""
+    course, at_once = Course(), [0]
+
+    async def with_one_place(
+        worker: FakeDecode, request: decode_pb2.GenerateRequest
+    ) -> AsyncIterator[Any]:
+        if at_once[-1]:
+            raise DecodeFull("as scripted")
+        at_once.append(at_once[-1] + 1)
+        try:
+            async for event in course.target(worker, request):
+                yield event
+        finally:
+            at_once.append(at_once[-1] - 1)
+
+    course.warm.clear()
+    first = await begin(rig, course)
+    rig.decodes[1].script = with_one_place
+    other = await Rig().start()
+    other.decodes += rig.decodes
+    other.refresh()
+    await until(lambda: bool(other.router.workers.table("sim").reachable.all()))
+    second = Reader(other, "other")
+    await until(lambda: len(second.tokens) == EARLY)
+    moving = asyncio.create_task(move(rig))
+    await until(lambda: at_once[-1] == 1)
+    with pytest.raises(DecodeFull):
+        await move(other, request_id="other")
+    course.warm.set()
+    course.target_begins.set()
+    await moving
+    course.source_goes_on.set()
+    assert (await first.whole()).timing.decode_worker_id == "d1"
+    assert (await second.whole()).timing.decode_worker_id == "d0"
+    assert max(at_once) == 1
+    other.decodes.clear()
+    await other.close()
 
 
 async def test_an_answer_leaves_a_worker_with_steps_beyond_its_bound(

@@ -90,12 +90,7 @@ async def test_one_trace_covers_all_processes_of_a_request(rig: Rig, workers: Wo
         schema.SPAN_STREAM,
     ):
         assert spans[name].parent_span_id == root.span_id, name
-    for name in (
-        schema.SPAN_RESERVE,
-        schema.SPAN_QUEUE,
-        schema.SPAN_PREFILL,
-        schema.SPAN_DECODE,
-    ):
+    for name in (schema.SPAN_RESERVE, schema.SPAN_QUEUE, schema.SPAN_PREFILL, schema.SPAN_DECODE):
         assert spans[name].parent_span_id == attempt.span_id, name
     assert len(trace.spans) == 10
     assert (spans[schema.SPAN_DECODE].service, spans[schema.SPAN_DECODE].worker_id) == (

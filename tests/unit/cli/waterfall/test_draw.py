@@ -11,12 +11,7 @@ import pytest
 from google.protobuf.json_format import ParseDict
 
 from headrace.inference.v1 import trace_pb2
-from headrace_cli.waterfall import (
-    clamp_width,
-    draw_comparison,
-    draw_layers,
-    draw_trace,
-)
+from headrace_cli.waterfall import clamp_width, draw_comparison, draw_layers, draw_trace
 from headrace_common.telemetry import schema
 from headrace_common.telemetry.layer_stamps import LayerStamps
 from headrace_common.trace_view.model import Link, TokenGap, TraceStep, TraceView

@@ -8,14 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.inference.v1 import latency_pb2
-from headrace_common.latency.parts import (
-    Claim,
-    Sum,
-    TimePart,
-    divide,
-    sum_from_proto,
-    sum_to_proto,
-)
+from headrace_common.latency.parts import Claim, Sum, TimePart, divide, sum_from_proto, sum_to_proto
 
 TIMES = st.integers(-50, 50)
 CLAIMS = st.lists(

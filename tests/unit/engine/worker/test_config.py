@@ -9,12 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from headrace.registry.v1 import registry_pb2
-from headrace_engine.worker.config import (
-    WorkerConfig,
-    engine_config,
-    worker_configs,
-    worker_member,
-)
+from headrace_engine.worker.config import WorkerConfig, engine_config, worker_configs, worker_member
 from headrace_kv.layout import KvLayout, WorkerRef
 from headrace_kv.tiers.tiers import TierSettings
 

@@ -53,15 +53,7 @@ def no_window_blocks(layout: layout_pb2.KvLayout) -> None:
 
 
 @pytest.mark.parametrize(
-    "spoil",
-    [
-        many_ranks,
-        no_ranks,
-        many_stages,
-        many_heads,
-        many_layers,
-        no_window_blocks,
-    ],
+    "spoil", [many_ranks, no_ranks, many_stages, many_heads, many_layers, no_window_blocks]
 )
 def test_workers_and_registry_reject_a_layout_beyond_all_bounds_fast(
     spoil: Callable[[layout_pb2.KvLayout], None],

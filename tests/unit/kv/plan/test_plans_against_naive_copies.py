@@ -159,12 +159,7 @@ def visit(side: Side, start: int, end: int, first_token: int, see: Callable[...,
 
 
 def units(
-    region: Region,
-    group: CacheGroup,
-    ids: tuple[int, ...],
-    start: int,
-    end: int,
-    first_token: int,
+    region: Region, group: CacheGroup, ids: tuple[int, ...], start: int, end: int, first_token: int
 ) -> list[tuple[int, int, int]]:
     """(token or block of the prompt, block id, token in the block) of what is copied."""
     if group.kind == STATE:

@@ -7,11 +7,7 @@ import ipaddress
 import pytest
 
 from headrace_kv.transport.base import host_of
-from headrace_kv.transport.guard import (
-    address_of_peer,
-    networks_of,
-    parse_networks,
-)
+from headrace_kv.transport.guard import address_of_peer, networks_of, parse_networks
 
 
 def test_networks_are_merged() -> None:

@@ -9,11 +9,7 @@ from hypothesis import strategies as st
 from headrace_kv.copy_plan import Runs
 from headrace_kv.transport.base import Strategy, Thresholds
 from headrace_kv.transport.mooncake import MooncakeTransport
-from headrace_kv.transport.staging import (
-    StagingPlanner,
-    choose_strategy,
-    plan_staging,
-)
+from headrace_kv.transport.staging import StagingPlanner, choose_strategy, plan_staging
 
 TCP = MooncakeTransport("127.0.0.1", "tcp").thresholds
 EVERY: frozenset[Strategy] = frozenset({"direct", "gather", "scatter", "gather_scatter"})

@@ -207,11 +207,7 @@ def test_a_late_write_that_makes_progress_fails_alone(
     ("late_stall_s", "detail"), [(60.0, "much longer than its time"), (1.0, "stands still")]
 )
 def test_a_late_write_that_makes_slow_or_no_progress_costs_the_engine(
-    rig: Rig,
-    clock: JumpClock,
-    monkeypatch: pytest.MonkeyPatch,
-    late_stall_s: float,
-    detail: str,
+    rig: Rig, clock: JumpClock, monkeypatch: pytest.MonkeyPatch, late_stall_s: float, detail: str
 ) -> None:
     monkeypatch.setattr(write_worker, "_LATE_STALL_S", late_stall_s)
     late = submit_stuck(rig, "slow", 30.0)

@@ -12,11 +12,7 @@ from hypothesis import strategies as st
 
 from headrace_common.time_model.model import StepTimes, TimeModel
 from headrace_kv.layout import WorkerRef
-from headrace_router.dispatch.relocation import (
-    RunningAnswer,
-    gathered_answer,
-    late_answer,
-)
+from headrace_router.dispatch.relocation import RunningAnswer, gathered_answer, late_answer
 from headrace_router.workers.table import NO_TIMES, Flags, Load, LoadTable, Worker
 from tests.sim_layout import LAYOUT
 

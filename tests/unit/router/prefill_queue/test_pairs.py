@@ -59,11 +59,7 @@ def member(name: str, zone: str) -> registry_pb2.Member:
     prefills = name.startswith("p")
     role = registry_pb2.Member.ROLE_PREFILL if prefills else registry_pb2.Member.ROLE_DECODE
     return registry_pb2.Member(
-        worker_id=name,
-        incarnation="i",
-        role=role,
-        model="sim",
-        place=registry_pb2.Place(zone=zone),
+        worker_id=name, incarnation="i", role=role, model="sim", place=registry_pb2.Place(zone=zone)
     )
 
 

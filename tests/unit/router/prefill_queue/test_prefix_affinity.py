@@ -14,13 +14,7 @@ from headrace_router.prefill_queue.task import QueuedTask
 from headrace_router.prefill_queue.worker_stream import PrefillWorkerStream
 from headrace_simulator.virtual_time import run_virtually
 from tests.sim_layout import LAYOUT
-from tests.unit.router.prefill_queue.test_queue import (
-    add,
-    end,
-    pulling,
-    unsigned,
-    where,
-)
+from tests.unit.router.prefill_queue.test_queue import add, end, pulling, unsigned, where
 
 
 async def test_the_worker_with_the_longest_prefix_and_room_gets_the_task() -> None:

@@ -103,6 +103,8 @@ def test_the_credit_is_that_of_a_loop_over_the_workers(held: list[Depths]) -> No
         int(credit_of(blocks, 0, share, pooled=False))
         for blocks, share in zip(depths, shares, strict=True)
     ]
+    own_tokens = cached.cached_tokens(table, PROMPT, "", pooled=False)
+    assert own_tokens.astype(int).tolist() == own
     asked = frozenset(refs[::2])
     assert cached.cached_refs("m", PROMPT, "", asked) == {
         ref: one for ref, one in zip(refs, own, strict=True) if ref in asked and one

@@ -6,11 +6,7 @@ from typing import Any
 
 import pytest
 
-from headrace_text.parsing.registry import (
-    REASONING_PARSERS,
-    AnswerParser,
-    new_reasoning_parser,
-)
+from headrace_text.parsing.registry import REASONING_PARSERS, AnswerParser, new_reasoning_parser
 from tests.unit.text.parsing.test_tool_calls import parse
 
 

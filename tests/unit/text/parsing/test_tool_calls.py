@@ -10,11 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace_text.parsing.buffered import CallArguments, CallStart, Content, Piece, Reasoning
-from headrace_text.parsing.registry import (
-    TOOL_CALL_PARSERS,
-    AnswerParser,
-    new_tool_call_parser,
-)
+from headrace_text.parsing.registry import TOOL_CALL_PARSERS, AnswerParser, new_tool_call_parser
 from tests.unit.text.parsing.examples import EXAMPLES, SCHEMAS, Example
 
 

@@ -10,20 +10,8 @@ import pytest
 
 from headrace_common.errors import ConfigError
 from headrace_engine.connector.layer_groups import LayerGroup, StatePart
-from headrace_engine.vllm.rank.memory import (
-    WHOLE_BLOCKS,
-    Arena,
-    describe_arena,
-    rank_memory,
-)
-from headrace_kv.layout import (
-    STATE,
-    TOKEN_OUTER,
-    TOKENS,
-    GroupKind,
-    KvLayout,
-    Part,
-)
+from headrace_engine.vllm.rank.memory import WHOLE_BLOCKS, Arena, describe_arena, rank_memory
+from headrace_kv.layout import STATE, TOKEN_OUTER, TOKENS, GroupKind, KvLayout, Part
 
 BASE = 0x10000
 

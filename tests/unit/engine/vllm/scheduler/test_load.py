@@ -11,12 +11,7 @@ from headrace_common.time_model.model import NO_STEPS, Step
 from headrace_engine.receipts import StepColumns
 from headrace_engine.steps import EngineSteps
 from headrace_engine.vllm.link.messages import EngineLoad, load_from_proto, load_to_proto
-from headrace_engine.vllm.scheduler.load import (
-    LoadMeter,
-    StepStarts,
-    columns_of,
-    report_changes,
-)
+from headrace_engine.vllm.scheduler.load import LoadMeter, StepStarts, columns_of, report_changes
 from headrace_kv.prefix.events import Tier
 from headrace_kv.tiers.promises import PromiseCounts
 
