@@ -68,10 +68,9 @@ class LongestTimes:
             heappop(found)
             self.least_ns = found[0][0]
 
-    def intervals(self, longer_than_ns: float = 0) -> list[tuple[int, int]]:
+    def intervals(self) -> list[tuple[int, int]]:
         """The start and the end of each by the monotonic clock, the earliest first."""
-        found = self._found or ()
-        return sorted([(end - time, end) for time, end in found if time > longer_than_ns])
+        return sorted([(end - time, end) for time, end in self._found or ()])
 
 
 class ResponseStream:

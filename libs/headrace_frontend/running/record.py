@@ -471,16 +471,16 @@ def _clock_attributes(differences: Mapping[str, ClockDifference]) -> Attributes:
 
 def gaps_of(response: ResponseStream, failures_ns: Sequence[int], end_ns: int) -> tuple[Gap, ...]:
     """The long gaps of a request that has ended, the earliest first. `failures_ns`: when attempts have failed."""
-    last_ns, gaps = response.last_token_ns, response.gaps
+    last_ns, gaps, finished_ns = response.last_token_ns, response.gaps, response.finished_ns
     if not last_ns:
         return ()
-    usual_ns = 1e9 * gaps.total / max(1, sum(gaps.counts)) if gaps is not None else 0.0
-    intervals = response.longest_gaps.intervals(_TIMES_USUAL * usual_ns)
-    waits = response.client_waits.intervals()
-    waits.append((response.finished_ns or end_ns, end_ns))
-    rest = (response.finished_ns or last_ns, end_ns)
-    if rest[1] - rest[0] > response.client_waits.least_ns:
-        intervals.append(rest)
+    intervals = response.longest_gaps.intervals()
+    if intervals and gaps is not None:
+        long_ns = _TIMES_USUAL * 1e9 * gaps.total / max(1, sum(gaps.counts))
+        intervals = [one for one in intervals if one[1] - one[0] > long_ns]
+    if end_ns - (finished_ns or last_ns) > response.client_waits.least_ns:
+        intervals.append((finished_ns or last_ns, end_ns))
+    waits = [*response.client_waits.intervals(), (finished_ns or end_ns, end_ns)]
     return tuple([Gap(*one, _cause(*one, failures_ns, waits)) for one in intervals])
 
 

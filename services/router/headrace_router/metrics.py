@@ -10,7 +10,7 @@ import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
 from headrace.inference.v1 import load_pb2
@@ -92,17 +92,14 @@ def _gauges(
 
 def _total(points: Mapping[Labels, HistogramPoint], *labels: str) -> float:
     """Of all series with these labels."""
-    wanted = set(labels)
-    return sum(point.total for found, point in points.items() if wanted <= set(found))
+    return sum(point.total for found, point in points.items() if {*labels} <= {*found})
 
 
 def _bucket_sums(name: str, histogram: Histogram) -> BucketSums:
     """The buckets of all series together."""
     bounds = METRICS[name].buckets
-    sums = [0] * (len(bounds) + 1)
-    for point in histogram.points().values():
-        sums = [a + b for a, b in zip(sums, point.counts, strict=True)]
-    return BucketSums(bounds, sums)
+    counts = [point.counts for point in histogram.points().values()]
+    return BucketSums(bounds, list(map(sum, zip([0] * (len(bounds) + 1), *counts, strict=True))))
 
 
 class RouterMetrics(RequestCounter):
@@ -155,6 +152,8 @@ class RouterMetrics(RequestCounter):
             schema.ATTRIBUTE_LATENCY_PART,
         )
         self._parts_of: dict[tuple[str, Owner], dict[TimePart, HistogramSeries]] = {}
+        self._answers_of: dict[tuple[str, Priority], Sequence[HistogramSeries]] = {}
+        self._lock = store.lock
         self._exposed = store.histogram(schema.METRIC_TRANSFER_EXPOSED)
         self._prompt_tokens = store.counter(schema.METRIC_PROMPT_TOKENS)
         gauges = _gauges(queue, admission, prefixes, workers, codecs)
@@ -201,22 +200,28 @@ class RouterMetrics(RequestCounter):
         prompt_tokens = len(answer.request.token_ids)
         first_ns, total_ns = answer.first_token_ns - arrival_ns, answer.last_token_ns - arrival_ns
         first_s, total_s, new_tokens = 1e-9 * first_ns, 1e-9 * total_ns, answer.new_tokens
-        self._first_token_of_class.record(first_s, model, priority.label, example=example)
-        self._duration.record(total_s, model, example=example)
-        if new_tokens > 1:
-            per_token_s = (total_s - first_s) / (new_tokens - 1)
-            self._per_token.record(per_token_s, model, example=example)
-        if answer.gaps is not None:
-            self._gaps.series(model).merge(answer.gaps)
-        self._tokens.record(prompt_tokens, model, "input")
-        self._tokens.record(new_tokens, model, "output")
-        usage = answer.usage
-        if usage is not None:
+        known = self._answers_of.get((model, priority)) or self._answers(model, priority)
+        first, duration, per_token, gaps, prompts, answers = known
+        with self._lock:
+            first.add(first_s, example)
+            duration.add(total_s, example)
+            if new_tokens > 1:
+                per_token.add((total_s - first_s) / (new_tokens - 1), example)
+            if answer.gaps is not None:
+                gaps.merge(answer.gaps)
+            prompts.add(prompt_tokens)
+            answers.add(new_tokens)
+        if (usage := answer.usage) is not None:
             cached, transferred = usage.decode_cached_tokens, usage.transferred_tokens
             self._prompt_tokens.add(cached, model, "decode_cache")
             self._prompt_tokens.add(transferred, model, "transferred")
-            computed = max(0, prompt_tokens - cached - transferred)
-            self._prompt_tokens.add(computed, model, "computed")
+            self._prompt_tokens.add(max(0, prompt_tokens - cached - transferred), model, "computed")
+
+    def _answers(self, model: str, priority: Priority) -> Sequence[HistogramSeries]:
+        first = self._first_token_of_class.series(model, priority.label)
+        others = [one.series(model) for one in (self._duration, self._per_token, self._gaps)]
+        tokens = [self._tokens.series(model, one) for one in ("input", "output")]
+        return self._answers_of.setdefault((model, priority), (first, *others, *tokens))
 
     def answered(self, model: str) -> load_pb2.RequestTotals:
         """Sums over the answered requests of a model, for planners."""
@@ -250,11 +255,11 @@ class RouterMetrics(RequestCounter):
 
     def _record_parts(self, one: Sum, model: str, token: Owner, example: Example) -> None:
         known = self._parts_of.setdefault((model, token), {})
-        for part, duration_us in one.parts_us.items():
-            series = known.get(part)
-            if series is None:
-                series = known[part] = self._parts.series(model, token.value, part.label)
-            series.record(1e-6 * duration_us, example)
+        for part in one.parts_us.keys() - known.keys():
+            known[part] = self._parts.series(model, token.value, part.label)
+        with self._lock:
+            for part, duration_us in one.parts_us.items():
+                known[part].add(1e-6 * duration_us, example)
 
     def count_regret(self, regret: Regret) -> None:
         """Counts a request with an estimate. It has no regret when the other decision would have been no better."""

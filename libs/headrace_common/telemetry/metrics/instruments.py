@@ -6,11 +6,12 @@ SERIES_MAX series, whatever labels it gets. Threads may share all of them.
 
 from __future__ import annotations
 
-import threading
 import time
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import add
+from threading import Lock
 from typing import Final, NamedTuple, TypeAlias, TypeVar
 
 from headrace_common.telemetry.schema_tables import METRICS, MetricFacts
@@ -55,7 +56,7 @@ class Counter:
 
     def __init__(self, name: str, labels: Labels) -> None:
         self.name, self.labels = name, labels
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._values: dict[Labels, float] = {} if labels else {(): 0}
 
     def add(self, count: float, *values: str) -> None:
@@ -79,7 +80,7 @@ class Gauge:
 
     def __init__(self, name: str, labels: Labels) -> None:
         self.name, self.labels = name, labels
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._values: dict[Labels, float] = {}
 
     def set(self, value: float, *values: str) -> None:
@@ -133,27 +134,24 @@ class HistogramSeries:
 
     __slots__ = ("_bounds", "_counts", "_exemplars", "_lock", "_total")
 
-    def __init__(self, bounds: Sequence[float]) -> None:
+    def __init__(self, bounds: Sequence[float], lock: Lock) -> None:
         self._bounds = bounds
         self._counts = [0] * (len(bounds) + 1)
         self._exemplars: list[tuple[float, str, float] | None] = [None] * (len(bounds) + 1)
-        self._total = 0.0
-        self._lock = threading.Lock()
+        self._total, self._lock = 0.0, lock
 
-    def record(self, value: float, example: Example | None = None) -> None:
-        """Counts a value, perhaps as the new example of its bucket."""
+    def add(self, value: float, example: Example | None = None) -> None:
+        """Counts a value, perhaps as the new example of its bucket. The caller has the lock."""
         bucket = bisect_left(self._bounds, value)
-        with self._lock:
-            self._counts[bucket] += 1
-            self._total += value
-            if example is not None:
-                self._exemplars[bucket] = (value, *example)
+        self._counts[bucket] += 1
+        self._total += value
+        if example is not None:
+            self._exemplars[bucket] = (value, *example)
 
     def merge(self, counts: BucketCounts) -> None:
-        """Counts all values of `counts`, which has the same bounds."""
-        with self._lock:
-            self._counts = [a + b for a, b in zip(self._counts, counts.counts, strict=True)]
-            self._total += counts.total
+        """Counts all values of `counts`, which has the same bounds. The caller has the lock."""
+        self._counts = list(map(add, self._counts, counts.counts))
+        self._total += counts.total
 
     def point(self) -> HistogramPoint:
         with self._lock:
@@ -162,12 +160,11 @@ class HistogramSeries:
 
 
 class Histogram:
-    """Counts of values by size."""
+    """Counts of values by size. All histograms of a store share a lock."""
 
-    def __init__(self, name: str, labels: Labels, bounds: Sequence[float]) -> None:
+    def __init__(self, name: str, labels: Labels, bounds: Sequence[float], lock: Lock) -> None:
         self.name, self.labels = name, labels
-        self._bounds = bounds
-        self._lock = threading.Lock()
+        self._bounds, self._lock = bounds, lock
         self._series: dict[Labels, HistogramSeries] = {}
 
     def series(self, *values: str) -> HistogramSeries:
@@ -177,7 +174,7 @@ class Histogram:
             return found
         with self._lock:
             values = _bounded(values, len(self._series), len(self.labels))
-            return self._series.setdefault(values, HistogramSeries(self._bounds))
+            return self._series.setdefault(values, HistogramSeries(self._bounds, self._lock))
 
     def local_counts(self) -> BucketCounts:
         """Empty counts with this histogram's bounds, for `merge` of a series."""
@@ -185,7 +182,9 @@ class Histogram:
 
     def record(self, value: float, *values: str, example: Example | None = None) -> None:
         """Counts a value of the series with these labels."""
-        (self._series.get(values) or self.series(*values)).record(value, example)
+        series = self._series.get(values) or self.series(*values)
+        with self._lock:
+            series.add(value, example)
 
     def points(self) -> dict[Labels, HistogramPoint]:
         with self._lock:
@@ -201,6 +200,8 @@ class MetricStore:
 
     def __init__(self) -> None:
         self.start_unix_ns = time.time_ns()
+        self.lock = Lock()
+        """That of all series of histograms, for a caller that adds to several."""
         self._instruments: dict[str, Counter | Gauge | Histogram] = {}
 
     def counter(self, name: str, *labels: str) -> Counter:
@@ -219,7 +220,7 @@ class MetricStore:
     def histogram(self, name: str, *labels: str) -> Histogram:
         """As `counter`."""
         facts = _facts(name, "histogram", labels)
-        return self.include(Histogram(name, labels or facts.labels, facts.buckets))
+        return self.include(Histogram(name, labels or facts.labels, facts.buckets, self.lock))
 
     def collect(self) -> list[Snapshot]:
         """The values of all instruments that have some."""

@@ -166,16 +166,14 @@ class DecodeLink:
 
         `answer` gets all events. The caller must end it by `release`.
         """
-        self._last_stream_id += 1
-        stream_id = self._last_stream_id
+        stream_id = self._last_stream_id = self._last_stream_id + 1
         remaining_s = deadline.remaining_s()
         self._outgoing.open(
             decode_pb2.LinkOpen(
                 stream_id=stream_id,
                 request=request,
                 timeout=duration_from_seconds(remaining_s),
-                traceparent=carrier.get("traceparent", ""),
-                tracestate=carrier.get("tracestate", ""),
+                **carrier,
                 credit_tokens=WINDOW_TOKENS,
             ),
             token_ids,
@@ -228,8 +226,7 @@ class DecodeLink:
                 self.answers.receive(response)
                 if self._load.gap_s != self._gap_s and self._adapt_interval():
                     self._wake.set()
-                if self._retired:
-                    self._close_if_unused()
+                self._close_if_unused()
             self._failure = lambda: WorkerGone("it ended its link too early")
         except grpc.aio.AioRpcError as error:
             self._failure = partial(_failure_of, error)

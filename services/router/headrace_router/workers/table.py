@@ -238,7 +238,7 @@ class TimeColumns:
         if prompts.tokens or row in self.with_prompts:
             (self.with_prompts.add if prompts.tokens else self.with_prompts.discard)(row)
             self.prompts[:, row] = _PROMPT_ROWS(prompts)
-        if self._models.get(row) == model:
+        if (known_model := self._models.get(row)) is model or known_model == model:
             return
         self._models[row] = model
         self._learned_s = time.monotonic()
