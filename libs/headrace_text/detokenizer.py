@@ -122,8 +122,8 @@ class IncrementalDetokenizer:
             return text
         return "" if self._held_tokens < _HELD_TOKENS_MAX else self._leave_step()
 
-    def extend(self, token_ids: list[int]) -> str:
-        """The text that these tokens complete: as `append` for each of them. It may keep the list."""
+    def extend(self, token_ids: Sequence[int]) -> str:
+        """The text that these tokens complete: as `append` for each of them."""
         if self._step is None:
             return self._window.extend(token_ids)
         if len(token_ids) > 1 and not self._held_tokens:
@@ -133,7 +133,7 @@ class IncrementalDetokenizer:
                 text = None
             if text is not None:
                 whole = len(self._recent) + len(token_ids) > 2 * _WINDOW_TOKENS
-                self._recent = token_ids if whole else [*self._recent, *token_ids]
+                self._recent = list(token_ids) if whole else [*self._recent, *token_ids]
                 return text
             # It has taken the tokens. Another one begins before them, and `append` finds the last whole character.
             self._start(self._recent)

@@ -52,7 +52,7 @@ class CompletionText:
         return self._stop_scanner.scan(self._detokenizer.append(token_id), may_stop=may_stop)
 
     def extend(self, token_ids: list[int]) -> str:
-        """The text that tokens add, converted in one call. Stop strings are not found. It may keep the list."""
+        """The text that tokens add, converted in one call. Stop strings are not found."""
         if not self._stop_token_ids.isdisjoint(token_ids):
             token_ids = [one for one in token_ids if one not in self._stop_token_ids]
         return self._detokenizer.extend(token_ids)

@@ -120,6 +120,16 @@ def test_batches_give_the_text_of_their_tokens_one_by_one(
     assert in_batches.flush() == one_by_one.flush()
 
 
+@pytest.mark.parametrize("kind", ["byte_level", "sentence_piece", "word_piece"])
+def test_the_list_of_the_caller_stays_as_it_is(kind: str) -> None:
+    codec, _, count = _codecs(kind)
+    tokens = list(range(count - 40, count))
+    detokenizer = IncrementalDetokenizer(codec, [])
+    detokenizer.extend(tokens)
+    detokenizer.append(count - 1)
+    assert tokens == list(range(count - 40, count))
+
+
 def test_a_step_that_fails_gives_way_to_the_window() -> None:
     codec, _, _ = _codecs("byte_level")
     tokens = codec.encode("a long answer")
