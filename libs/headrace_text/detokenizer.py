@@ -122,7 +122,7 @@ class IncrementalDetokenizer:
             return text
         return "" if self._held_tokens < _HELD_TOKENS_MAX else self._leave_step()
 
-    def extend(self, token_ids: Sequence[int]) -> str:
+    def extend(self, token_ids: list[int]) -> str:
         """The text that these tokens complete: as `append` for each of them."""
         if self._step is None:
             return self._window.extend(token_ids)

@@ -61,20 +61,25 @@ async def test_two_prefill_workers_compute_one_prompt_in_turn(
         workers.rig.policy.first_token = first_token
         for length, last in ((ENDS[0] + 2, SECOND), (400, FIRST), (700, SECOND)):
             assert await divided(workers, length, f"r{length}") == last
+        await until(lambda: workers.rig.router.traces.get("r700").complete)
         trace = await workers.rig.trace_of("r700")
         computing = [one for one in trace.spans if one.name == "headrace.prefill.compute"]
         computing.sort(key=start_ns)
-        sizes = [end - start for start, end in pairwise((0, *ENDS, 700))]
+        # Where decode makes the first token, it computes the last one of the prompt.
+        sizes = [b - a for a, b in pairwise((0, *ENDS, 700 - (first_token == BY_DECODE)))]
         assert [one.attributes["headrace.tokens"] for one in computing] == list(map(str, sizes))
-        # Each computes while the part before is computed, and then waits for its last layers.
-        for before, one in pairwise(computing):
-            assert start_ns(before) < start_ns(one) < end_ns(before) < end_ns(one)
+        # Parts are computed at the same time. A busy machine may delay the start of one.
+        pairs = list(pairwise(computing))
+        assert any(start_ns(one) < end_ns(before) for before, one in pairs)
+        assert all(end_ns(before) < end_ns(one) for before, one in pairs)
         links = [one for one in trace.spans if one.name == "headrace.transfer.link"]
         links.sort(key=end_ns)
         receivers = [one.attributes["headrace.decode.worker_id"] for one in links]
         assert receivers == [SECOND, FIRST, SECOND, "decode"]
-        for link, one in zip(links, computing[1:], strict=False):
-            assert start_ns(one) < end_ns(link) < end_ns(one)
+        # Each waits for the last layers of the part before.
+        assert all(
+            end_ns(link) < end_ns(one) for link, one in zip(links, computing[1:], strict=False)
+        )
         # No worker waits for a batch before its part.
         root = next(one for one in trace.spans if not one.parent_span_id)
         computed_us = (end_ns(computing[-1]) - start_ns(computing[0])) / 1e3
@@ -105,8 +110,8 @@ async def test_the_loss_of_a_worker_at_each_layer_of_each_part_costs_time_only(
     )
     monkeypatch.setattr(prefix_fetch, "late_layers_s", lambda times, tokens: 0.5)
     async with running(DIVIDED, roles=POOLS, prefix_fetch_gain=0) as workers:
-        # The other one computes it again, alone.
-        assert await divided(workers, 700) == ({FIRST, SECOND} - {lost}).pop()
+        # The worker of the last part computes also what it lacks. If it is lost, the other one computes the prompt.
+        assert await divided(workers, 700) == (FIRST if part == PARTS - 1 else SECOND)
         assert names
 
 

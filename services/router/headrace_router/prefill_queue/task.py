@@ -237,14 +237,15 @@ class QueuedTask:
 
     @property
     def failed_worker(self) -> WorkerRef | None:
-        """The worker by which the task has failed: of two that compute it, the one that its report states.
+        """The worker by which the task has failed: of two that compute it, the one that the reports of its parts state.
 
-        None when the stream between them has ended: of these, the one that is gone is not asked again.
+        None when a stream between them has ended: of these, the one that is gone is not asked again.
         """
         done = self.outcome.result().done if self.outcome.done() else None
         if self.part is None or done is None or not done.failed_part:
             return self.worker
-        return self.part.worker if done.failed_part == prefill_pb2.FAILED_PART_FIRST else None
+        in_part = done.failed_part == prefill_pb2.FAILED_PART_FIRST
+        return self.part.failed_worker if in_part else None
 
     def returned_from(self, ref: WorkerRef) -> None:
         """The worker returned the task unopened. The task goes to the front, and never to that worker again."""

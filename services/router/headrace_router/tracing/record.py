@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -98,17 +99,18 @@ class _SentSpans:
 
     def __init__(self) -> None:
         self.spans: dict[bytes, StoredSpan] = {}
-        self.workers: set[WorkerSpan] = set()
+        self.workers = Counter[WorkerSpan]()
         # Decode workers with clients of their own have root spans. The empty request id stands for every request.
         self.roots: set[str] = set()
 
     def add(self, span: otlp_pb2.Span, stored: StoredSpan) -> None:
+        is_new = span.span_id not in self.spans
         self.spans[span.span_id] = stored
         if span.name == schema.SPAN_REQUEST:
             attributes = attributes_as_text(span.attributes)
             self.roots.add(attributes.get(schema.ATTRIBUTE_REQUEST_ID, ""))
         elif span.name in _WORKER_SPANS:
-            self.workers.add((span.name, span.parent_span_id))
+            self.workers[span.name, span.parent_span_id] += is_new
 
 
 class TraceContents(NamedTuple):
@@ -173,13 +175,15 @@ class TraceRecord:
         ended = {request.request_id for request in self.requests}
         sent = self._sent or _SentSpans()
         awaited = {
-            (name, _span_id(attempt))
+            (name, _span_id(attempt)): _span_count(attempt, name)
             for request in self.requests
             for attempt in (routed_attempts(request) if request.sampled else ())
             for name in _WORKER_SPANS
             if not attempt.error and (name == schema.SPAN_DECODE or attempt.prefill_worker_id)
         }
-        return awaited <= sent.workers and not {"", *self.names[-1:]}.isdisjoint(ended | sent.roots)
+        return Counter(awaited) <= sent.workers and not {"", *self.names[-1:]}.isdisjoint(
+            ended | sent.roots
+        )
 
     def start_request(self, sequence: int, request_id: str, start_unix_ns: int) -> None:
         """The trace has another request."""
@@ -237,6 +241,12 @@ def routed_attempts(request: RequestRecord) -> list[RoutedAttempt]:
 def _span_id(attempt: RoutedAttempt) -> bytes:
     """The id of an attempt's span, which is the parent of its workers' spans."""
     return attempt.context.span_id.to_bytes(SPAN_ID_BYTES, "big") if attempt.context else b""
+
+
+def _span_count(attempt: RoutedAttempt, name: str) -> int:
+    """How many spans of this name the workers of an attempt send: one for each task, but for those that they refuse."""
+    parts = attempt.parts if name == schema.SPAN_PREFILL else ()
+    return 1 + sum(part.done.HasField("times") for part in parts)
 
 
 def _encoded(span: ReadableSpan) -> otlp_pb2.Span:

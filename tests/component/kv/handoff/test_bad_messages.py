@@ -128,7 +128,7 @@ async def test_hello_is_checked() -> None:
         cases = [
             (stale, StaleIncarnation, "decode-0@0000"),
             (foreign, LayoutMismatch, "dtype"),
-            (empty, LayoutMismatch, "0 ranks cannot share 4 heads"),
+            (empty, LayoutMismatch, "tensor_parallel_size"),
             (stageless, LayoutMismatch, "stages from layers 2"),
             (hello(rig, rank=2), ProtocolViolation, "no rank 2"),
             (message("open", "x"), ProtocolViolation, "Hello"),

@@ -167,6 +167,24 @@ async def test_a_failed_part_ends_those_before_and_the_next_worker_computes_its_
         assert queued.outcome.done() == (fails == "x")
 
 
+@pytest.mark.parametrize("first", ["x.prefix.prefix", "x.prefix", "x"])
+@pytest.mark.parametrize("ended", [False, True], ids=["lost", "stream"])
+async def test_the_worker_of_the_part_that_failed_first_has_failed(first: str, ended: bool) -> None:
+    queue, streams = pair(2_048)
+    queued = add_long(queue)
+    names = ["x.prefix.prefix", "x.prefix", "x"]
+    by = {name: one for one in streams for name in sent(one)}
+    for name in names[names.index(first) :]:
+        done = prefill_pb2.TaskDone(transfer_id=name, reason="TRANSFER_FAILED")
+        if name != first:
+            done.failed_part = prefill_pb2.FAILED_PART_FIRST
+        elif ended:
+            done.failed_part = prefill_pb2.FAILED_PART_STREAM
+        queue.task_started(by[name], name)
+        queue.task_ended(by[name], done)
+    assert queued.failed_worker == (None if ended else by[first].ref)
+
+
 async def test_a_task_that_its_worker_returns_is_not_divided_again() -> None:
     queue, streams = pair()
     queued = add_long(queue, returns_max=1)
