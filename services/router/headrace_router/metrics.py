@@ -248,10 +248,9 @@ class RouterMetrics(RequestCounter):
         self._record_parts(breakdown.first, model, OWNED_BY_FIRST, example)
         if breakdown.second is not None:
             self._record_parts(breakdown.second, model, OWNED_BY_SECOND, example)
-        if breakdown.owner:
-            self._exposed.record(
-                1e-6 * breakdown.exposed_us, model, breakdown.owner.value, example=example
-            )
+        if owner := breakdown.owner:
+            exposed_s = 1e-6 * breakdown.exposed_us
+            self._exposed.record(exposed_s, model, owner.value, example=example)
 
     def _record_parts(self, one: Sum, model: str, token: Owner, example: Example) -> None:
         known = self._parts_of.setdefault((model, token), {})

@@ -7,7 +7,6 @@ take most of the time to make it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from headrace_common.callers.priority import Priority
 from headrace_common.registry.adapters import Adapter
@@ -128,7 +127,8 @@ class QueueRestricted:
     refs: frozenset[WorkerRef]
 
 
-class PoolCall(NamedTuple):
+@dataclass(slots=True)
+class PoolCall:
     """A call of a resource that tenants share, by the name of its method, with its result and the requests that waited
     and got units. `request` is the number of a request that may wait.
     """
