@@ -116,7 +116,7 @@ def with_image() -> list[inference_pb2.GenerateRequest]:
         image_pb2.ContentPart(image=image_pb2.Image(data=SMALL.data)),
         image_pb2.ContentPart(text="What is in it? " * 8),
     ]
-    asked = usual(400)
+    asked = usual(1_000)
     for one in asked:
         one.ClearField("tokens")
         one.chat.messages.add(role="user", parts=parts)
@@ -138,11 +138,11 @@ VARIANTS = {
     "every kind": Variant("tiny-llama", adapters.ARGUMENTS, of_every_kind),
     "steps ahead": Variant("tiny-llama", STEPS_AHEAD),
     "windows": Variant("tiny-gemma3"),
-    "ranks": Variant("tiny-llama", requests=lambda: usual(400), spawning=with_two_ranks),
+    "ranks": Variant("tiny-llama", requests=lambda: usual(1_200), spawning=with_two_ranks),
     "drafts": Variant("tiny-llama", DRAFTS, only_greedy),
     "images": Variant("tiny-llava", requests=with_image),
     # On processors, vLLM caches no prefixes of latent attention.
-    "latent": Variant("tiny-deepseek-v3", requests=lambda: usual(600), sends=False),
+    "latent": Variant("tiny-deepseek-v3", requests=lambda: usual(1_000), sends=False),
 }
 
 
