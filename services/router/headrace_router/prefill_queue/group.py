@@ -84,12 +84,14 @@ class LearnedTimes:
             self._token_s = (self._mean.step_s(_PRICED_TOKENS) or 0.0) / _PRICED_TOKENS
             self._mean_due_s = now_s + _MEAN_AGE_S
 
-    def handover_tokens(self, ref: WorkerRef, nbytes: float, link: str, now_s: float) -> float:
+    def handover_tokens(
+        self, ref: WorkerRef, payload_bytes: float, link: str, now_s: float
+    ) -> float:
         """How many tokens are computed in the time of a worker's hand-over to decode worker `link`. 0 while unknown."""
         model, token_s = self._models.get(ref), self.token_s(now_s)
         if model is None or token_s < 1e-9:
             return 0.0
-        return (model.handover_s(nbytes, link) or 0.0) / token_s
+        return (model.handover_s(payload_bytes, link) or 0.0) / token_s
 
 
 class AffinityWaits:

@@ -184,9 +184,8 @@ class PrefillQueue:
             raise _no_eligible_worker(task.transfer_id)
         queued.joined_queue(group.tasks.before(queued))
         if terms.divide_gain and (parts := group.division(queued, terms.divide_gain)):
-            for one, stream in _divided(
-                queued, parts, replace(terms, returns_max=0), self._numbers
-            ):
+            own = replace(terms, returns_max=0)
+            for one, stream in _divided(queued, parts, own, self._numbers):
                 group.send(one, stream)
         else:
             group.add(queued)

@@ -181,9 +181,8 @@ class TraceRecord:
             for name in _WORKER_SPANS
             if not attempt.error and (name == schema.SPAN_DECODE or attempt.prefill_worker_id)
         }
-        return Counter(awaited) <= sent.workers and not {"", *self.names[-1:]}.isdisjoint(
-            ended | sent.roots
-        )
+        known = ended | sent.roots
+        return Counter(awaited) <= sent.workers and not {"", *self.names[-1:]}.isdisjoint(known)
 
     def start_request(self, sequence: int, request_id: str, start_unix_ns: int) -> None:
         """The trace has another request."""
