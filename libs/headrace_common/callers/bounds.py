@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from contextvars import ContextVar
 from functools import lru_cache
-from typing import Final, NamedTuple, Protocol
+from typing import Final, Protocol, TypeAlias
 from urllib.parse import unquote
 
 from headrace_common.access.authorizer import CREDENTIAL_CHECK_S, Rechecked
@@ -82,30 +82,32 @@ class RateByCaller:
         return max(0.0, debt - (self._clock() - at_s) * self._per_s)
 
 
-class _Turn(NamedTuple):
-    task: asyncio.Task[object]
-    given: asyncio.Future[None]
+TURNS_S: Final = 0.004
+"""Time of one iteration of the event loop that turns may take, by the time of those before."""
+_TURNS_MAX: Final = 16
+_Turn: TypeAlias = tuple[asyncio.Task[object], asyncio.Future[None]]
 
 
 class CallerTurns:
-    """One turn for each waiting caller in each iteration of the event loop, which owns this.
+    """A few turns for each waiting caller in each iteration of the event loop, which owns this. At least one.
 
     A turn lasts until the task waits for something, so nothing must be released. While there is but one of `calls`, no
-    turn is waited for.
+    turn is waited for. Each iteration and each message to a worker costs something, which turns in one iteration share.
     """
 
-    def __init__(self, calls: Mapping[str, int]) -> None:
+    def __init__(
+        self, calls: Mapping[str, int], clock: Callable[[], float] = time.monotonic
+    ) -> None:
         """`calls` are those in flight, by caller."""
         self._calls = calls
+        self._clock = clock
         self._waiting: OrderedDict[str, deque[_Turn]] = OrderedDict()
-        self._task_of: dict[str, asyncio.Task[object]] = {}
-        """The task of each caller with a turn in this iteration."""
+        self._tasks_of: dict[str, set[asyncio.Task[object]]] = {}
+        """The tasks of each caller with a turn in this iteration, which began at `_began_s`."""
+        self._began_s = 0.0
+        self._at_once = 1
+        """Turns of each caller in an iteration."""
         self._next: asyncio.Handle | None = None
-
-    @property
-    def waiting(self) -> int:
-        """Turns that are waited for."""
-        return sum(len(turns) for turns in self._waiting.values())
 
     async def wait(self, caller: str) -> None:
         """Returns at a turn of the caller for the current task. At once while it has one, and without a caller."""
@@ -116,32 +118,38 @@ class CallerTurns:
         loop = asyncio.get_running_loop()
         task = asyncio.current_task(loop)
         assert task is not None, "turns are for tasks"
-        if self._task_of.get(caller) is task:
+        tasks = self._tasks_of.setdefault(caller, set())
+        if task in tasks:
             return
         if self._next is None:
+            self._began_s = self._clock()
             self._next = loop.call_soon(self._begin_iteration)
-        if caller not in self._waiting and caller not in self._task_of:
-            self._task_of[caller] = task
+        if caller not in self._waiting and len(tasks) < self._at_once:
+            tasks.add(task)
             return
-        turn = _Turn(task, loop.create_future())
-        self._waiting.setdefault(caller, deque()).append(turn)
-        await turn.given
+        given: asyncio.Future[None] = loop.create_future()
+        self._waiting.setdefault(caller, deque()).append((task, given))
+        await given
 
     def _begin_iteration(self) -> None:
-        self._task_of.clear()
-        for caller in tuple(self._waiting):
-            turns = self._waiting[caller]
-            while turns and turns[0].given.done():
-                # Its request was cancelled.
-                turns.popleft()
-            if turns:
-                turn = turns.popleft()
-                turn.given.set_result(None)
-                self._task_of[caller] = turn.task
+        now_s, taken = self._clock(), sum(map(len, self._tasks_of.values()))
+        if taken:
+            fitting = taken * TURNS_S / max(1e-6, now_s - self._began_s)
+            self._at_once = max(1, min(_TURNS_MAX, int(fitting / max(1, len(self._waiting)))))
+        self._began_s = now_s
+        self._tasks_of.clear()
+        for caller, turns in tuple(self._waiting.items()):
+            tasks = self._tasks_of[caller] = set()
+            while turns and len(tasks) < self._at_once:
+                task, given = turns.popleft()
+                # It is done when its request was cancelled.
+                if not given.done():
+                    given.set_result(None)
+                    tasks.add(task)
             if not turns:
                 del self._waiting[caller]
         self._next = None
-        if self._waiting or self._task_of:
+        if self._waiting or self._tasks_of:
             self._next = asyncio.get_running_loop().call_soon(self._begin_iteration)
 
 
