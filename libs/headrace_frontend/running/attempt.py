@@ -79,12 +79,11 @@ class RunningAttempt:
 
     def __init__(self, request: AdmittedRequest, decode_worker: WorkerRef, *, remote: bool) -> None:
         """`remote`: whether a prefill worker computes the prompt. The caller calls `lead`."""
+        self.request = request
         self.decode_worker = decode_worker
         self.ended: asyncio.Future[AttemptOutcome] = asyncio.get_running_loop().create_future()
         self.response = request.response
-        self._prepared = request.prepared
         self.given = request.response.generated
-        self._records = request.record.attempts
         self._call = decode_request(
             request.prepared,
             new_transfer_id(),
@@ -117,8 +116,8 @@ class RunningAttempt:
     def finish(self, finished: decode_pb2.Finished) -> None:
         """The decode worker has ended the request."""
         self._require_reservation()
-        if self._records:
-            self._records[-1].decoded(finished.receipt)
+        if records := self.request.record.attempts:
+            records[-1].decoded(finished.receipt)
         call = self._call
         kept = None
         if finished.HasField("kept"):
@@ -167,7 +166,7 @@ class RunningAttempt:
         kept: keep_pb2.Kept | None = None,
     ) -> AttemptOutcome:
         """Counts only tokens of the prompt: an attempt after others also computes tokens of the completion again."""
-        prompt_tokens = len(self._prepared.token_ids)
+        prompt_tokens = len(self.request.prepared.token_ids)
         cached = min(cached_tokens, prompt_tokens)
         return AttemptOutcome(reason, cached, min(transferred_tokens, prompt_tokens - cached), kept)
 

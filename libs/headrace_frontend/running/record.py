@@ -120,13 +120,8 @@ class AttemptRecord(AttemptSteps):
 
     def receipt(self) -> AttemptReceipt:
         """What it has cost, as far as its workers have reported it."""
-        return self._receipt(None)
-
-    def _receipt(
-        self, prefill: receipt_pb2.Receipt | None, *links: receipt_pb2.LinkUse
-    ) -> AttemptReceipt:
-        parts = [one for one in (prefill, self.decode_receipt) if one is not None]
-        return AttemptReceipt(parts, self.reason, self.generated_tokens, links)
+        parts = () if self.decode_receipt is None else (self.decode_receipt,)
+        return AttemptReceipt(parts, self.reason, self.generated_tokens)
 
     def close(self) -> None:
         """Refers to nothing of the running request any more. It is not updated from now on."""

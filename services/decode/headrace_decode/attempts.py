@@ -102,11 +102,7 @@ class Attempts:
 
         Raises before any resources are spent.
         """
-        return self._admit(request, deadline, await self._signer_of(request))
-
-    def start_own(self, request: decode_pb2.GenerateRequest, deadline: Deadline) -> DecodeAttempt:
-        """As `start`, for a request of this worker's own client. Any router may queue its prompt."""
-        return self._admit(request, deadline, None)
+        return self.admit(request, deadline, await self._signer_of(request))
 
     async def _signer_of(self, request: decode_pb2.GenerateRequest) -> TicketKey | None:
         """The key that must sign the handoff ticket. None without a handoff. Raises Unauthenticated without the key."""
@@ -128,13 +124,13 @@ class Attempts:
                 metadata={"meant": incarnation, "actual": self._ref.incarnation},
             )
 
-    def _admit(
+    def admit(
         self,
         request: decode_pb2.GenerateRequest,
         deadline: Deadline,
-        signer: TicketKey | None,
+        signer: TicketKey | None = None,
     ) -> DecodeAttempt:
-        """Reserves resources for an attempt, or raises before any are spent."""
+        """As `start`. Without a signer, any router may queue the prompt, as for this worker's own clients."""
         if self.draining and self._notice.expired:
             raise self.refusal()
         self._check_incarnation(request.incarnation)

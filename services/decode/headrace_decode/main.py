@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import grpc.aio
 
@@ -50,17 +50,21 @@ DRAIN_NOTICE_S = 0.3
 
 def main() -> None:
     """Runs until SIGTERM."""
-    run_service(
-        PROG,
-        lambda: run_workers("decode", _load_config(), DecodeServer),
-    )
+    load = partial(load_http_config, DecodeConfig, PROG, "HEADRACE_DECODE_", "a decode worker")
+    run_service(PROG, lambda: run_workers("decode", load(), DecodeServer))
 
 
-def _load_config() -> DecodeConfig:
-    """Raises ConfigError, also when a package for HTTP is not installed: before the engine loads a model."""
-    config = load_config(DecodeConfig, None, prog=PROG, env_prefix="HEADRACE_DECODE_")
+_Config = TypeVar("_Config", bound=DecodeConfig)
+
+
+def load_http_config(kind: type[_Config], prog: str, env_prefix: str, what: str) -> _Config:
+    """Raises ConfigError, also when a package for HTTP is not installed: before the engine loads a model.
+
+    `what` names the worker in that error.
+    """
+    config = load_config(kind, None, prog=prog, env_prefix=env_prefix)
     if config.http_listen:
-        require_extra("http_listen of a decode worker", "http")
+        require_extra(f"http_listen of {what}", "http")
     return config
 
 

@@ -12,11 +12,10 @@ from headrace_common.durations import duration_from_seconds, seconds_from_durati
 from headrace_common.errors import InvalidRequest
 from headrace_common.limits import KEEP_MAX_S, TRANSFER_ID_CHARACTERS_MAX
 from headrace_common.registry.adapters import Adapter
-from headrace_engine.interface import DecodeTokens, DecodeWork
+from headrace_engine.interface import DecodeWork
 from headrace_engine.proto import (
     bounds_from_proto,
     images_from_proto,
-    logprobs_to_proto,
     requested_adapter,
     sampling_from_proto,
 )
@@ -115,12 +114,3 @@ def _keep_violations(keep: decode_pb2.Keep) -> dict[str, str]:
     if not 0 <= seconds_from_duration(keep.duration) <= KEEP_MAX_S:
         violations["keep.duration"] = f"must be at most {KEEP_MAX_S} s"
     return violations
-
-
-def tokens_to_proto(tokens: DecodeTokens) -> decode_pb2.Tokens:
-    """The same as a message."""
-    return decode_pb2.Tokens(
-        token_ids=tokens.token_ids,
-        logprobs=map(logprobs_to_proto, tokens.logprobs),
-        prompt_logprobs=map(logprobs_to_proto, tokens.prompt_logprobs),
-    )

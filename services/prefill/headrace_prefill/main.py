@@ -15,16 +15,14 @@ from headrace_common.limits import message_bytes_max
 from headrace_common.process.run import run_service
 from headrace_common.process.settings import load_config
 from headrace_common.tickets import TicketKeys
-from headrace_engine.worker.config import served_model
 from headrace_engine.worker.host import HostedWorker, WorkerHost
 from headrace_engine.worker.process import run_workers
 from headrace_engine.worker.receiving import KvReceiving
 from headrace_engine.worker.serve import RoleServer
 from headrace_engine.worker.status import StatusSignal
-from headrace_kv.layout import layout_to_proto
 from headrace_prefill.config import PrefillConfig
 from headrace_prefill.prefix_fetch import PrefixFetcher, fetches_prefixes, open_fetcher
-from headrace_prefill.pull import TaskPuller
+from headrace_prefill.pull import open_puller
 from headrace_prefill.worker import PrefillWorker
 
 PROG: Final = "headrace-prefill"
@@ -78,14 +76,7 @@ class PrefillServer(RoleServer):
             prefixes=self._prefixes,
             handovers=hosted.handovers,
         )
-        self._puller = TaskPuller(
-            config,
-            self._worker,
-            model=served_model(config, engine),
-            layout=layout_to_proto(engine.descriptor.layout),
-            adapters=hosted.adapters.announced,
-        )
-        hosted.adapters.follow(self._puller.set_adapters)
+        self._puller = open_puller(hosted, self._worker)
         self.on_routers = self._puller.set_routers
 
     def add_servicers(self, server: grpc.aio.Server) -> None:

@@ -25,6 +25,9 @@ from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.status import error_from_rpc
 from headrace_common.tasks import BoundedQueue, run_forever
 from headrace_common.time_model.model import time_model_to_proto
+from headrace_engine.worker.config import WorkerConfig, served_model
+from headrace_engine.worker.host import HostedWorker
+from headrace_kv.layout import layout_to_proto
 from headrace_prefill.worker import STALL_POLL_S, PrefillWorker
 
 log = logging.getLogger(__name__)
@@ -254,7 +257,6 @@ class TaskPuller:
         *,
         model: str,
         layout: layout_pb2.KvLayout,
-        adapters: Iterable[Adapter] = (),
     ) -> None:
         self._config = config
         self._worker = worker
@@ -263,7 +265,6 @@ class TaskPuller:
             incarnation=worker.ref.incarnation,
             model=model,
             layout=layout,
-            adapters=map(adapter_to_proto, adapters),
             max_interval=duration_from_seconds(MAX_INTERVAL_S),
         )
         self._streams: dict[RouterKey, asyncio.Task[None]] = {}
@@ -272,11 +273,8 @@ class TaskPuller:
 
     def set_adapters(self, adapters: Iterable[Adapter]) -> None:
         """New streams announce these. Routers learn a change from the registry."""
-        hello = prefill_pb2.Hello()
-        hello.CopyFrom(self._hello)
-        del hello.adapters[:]
-        hello.adapters.extend(map(adapter_to_proto, adapters))
-        self._hello = hello
+        del self._hello.adapters[:]
+        self._hello.adapters.extend(map(adapter_to_proto, adapters))
 
     def set_routers(self, routers: Iterable[registry_pb2.Member]) -> None:
         """Opens streams to new routers, and ends those to routers that have left."""
@@ -359,3 +357,17 @@ class TaskPuller:
                 retry_s = RETRY_S_MIN if session.answered else min(RETRY_S_MAX, 2 * retry_s)
                 await asyncio.sleep(retry_s * random.uniform(0.5, 1.0))
                 await self._worker.wait_stepping()
+
+
+def open_puller(hosted: HostedWorker[WorkerConfig], worker: PrefillWorker) -> TaskPuller:
+    """Pulls tasks for a hosted worker, and follows the changes of its adapters."""
+    config, engine = hosted.config, hosted.engine
+    puller = TaskPuller(
+        config,
+        worker,
+        model=served_model(config, engine),
+        layout=layout_to_proto(engine.descriptor.layout),
+    )
+    puller.set_adapters(hosted.adapters.announced)
+    hosted.adapters.follow(puller.set_adapters)
+    return puller

@@ -27,7 +27,6 @@ from headrace_frontend.openai.batches.folder import BatchFolder
 from headrace_frontend.openai.intake import ClientParts
 from headrace_frontend.request.response_stream import ResponseStream
 from headrace_frontend.running.record import RequestRecord
-from headrace_frontend.running.runner import RequestRunner
 from headrace_frontend.running.tracer import RequestTracer
 from headrace_frontend.tenants import load_tenants
 from headrace_kv.layout import WorkerRef
@@ -172,7 +171,15 @@ class Router:
             check_placed=refusal.check_placed,
         )
         self.moves = Moves(self._dispatcher, sign, self.metrics.count_move)
-        self.runner = self.parts.run_by(self._new_runner(refusal, load))
+        self.runner = self.parts.runner = self.parts.new_runner(
+            dispatch=self._dispatcher.run,
+            tracer=self._tracer,
+            drain_error=_draining,
+            check_arrival=refusal.check_arrival,
+            load=load,
+            paced=True,
+            counter=self.metrics,
+        )
         adapters = AdapterChanges(list_members, self._open_channel, codecs, self.workers.table)
         self._batches = None if folder is None else Batches(self.parts, folder)
         self.services = self._new_services(adapters)
@@ -270,21 +277,6 @@ class Router:
         # Requests for other models are rejected.
         if model in self._codecs:
             self.admission.resize_slots(model, slots.available())
-
-    def _new_runner(self, refusal: EarlyRefusal, load: LoopLoad) -> RequestRunner:
-        return RequestRunner(
-            callers=self.parts.callers,
-            admission=self.admission,
-            policy=self._policy,
-            preparer=self.parts.preparer,
-            dispatch=self._dispatcher.run,
-            tracer=self._tracer,
-            drain_error=_draining,
-            check_arrival=refusal.check_arrival,
-            load=load,
-            paced=True,
-            counter=self.metrics,
-        )
 
     def _new_services(self, adapters: AdapterChanges) -> RouterServices:
         config = self._config

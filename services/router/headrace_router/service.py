@@ -21,7 +21,7 @@ from headrace_common.rpc.field_bounds import DURATION_MAX_S
 from headrace_common.rpc.status import error_from_rpc
 from headrace_frontend.answers import request_id_of
 from headrace_frontend.openai.intake import ClientParts, system_fingerprint
-from headrace_frontend.promises import no_promise, worker_request
+from headrace_frontend.promises import kept_of, no_promise, worker_request
 from headrace_frontend.request.model_names import ModelChoice
 from headrace_frontend.running.tracer import RequestTracer
 from headrace_frontend.tenants import DEFAULT_TENANT, tenant_or_none
@@ -239,9 +239,7 @@ class PromiseKeeper:
             answer = await stub.Keep(asked, timeout=deadline.remaining_s())
         except grpc.aio.AioRpcError as rpc_error:
             raise _explained(error_from_rpc(rpc_error)) from rpc_error
-        if answer.kept.tokens:
-            answer.kept.id = request.id
-        return answer.kept
+        return kept_of(answer.kept, asked.incarnation, asked.transfer_id)
 
 
 def _explained(error: HeadraceError) -> HeadraceError:

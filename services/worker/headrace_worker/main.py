@@ -8,17 +8,13 @@ from typing import Final
 from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2
 from headrace_common.deadlines import Deadline
-from headrace_common.extras import require_extra
 from headrace_common.process.run import run_service
-from headrace_common.process.settings import load_config
 from headrace_decode.admission import Capacity
-from headrace_decode.main import DecodeServer
-from headrace_engine.worker.config import served_model
+from headrace_decode.main import DecodeServer, load_http_config
 from headrace_engine.worker.host import HostedWorker, WorkerHost
 from headrace_engine.worker.process import run_workers
-from headrace_kv.layout import layout_to_proto
 from headrace_prefill.prefix_fetch import open_fetcher
-from headrace_prefill.pull import TaskPuller
+from headrace_prefill.pull import open_puller
 from headrace_prefill.worker import PrefillWorker
 from headrace_worker.config import BothConfig
 from headrace_worker.prompt_room import PromptRoom, prompt_blocks
@@ -28,15 +24,8 @@ PROG: Final = "headrace-worker"
 
 def main() -> None:
     """Runs until SIGTERM."""
-    run_service(PROG, lambda: run_workers("both", _load_config(), BothServer))
-
-
-def _load_config() -> BothConfig:
-    """Raises ConfigError, also when a package for HTTP is not installed: before the engine loads a model."""
-    config = load_config(BothConfig, None, prog=PROG, env_prefix="HEADRACE_WORKER_")
-    if config.http_listen:
-        require_extra("http_listen of a worker", "http")
-    return config
+    load = partial(load_http_config, BothConfig, PROG, "HEADRACE_WORKER_", "a worker")
+    run_service(PROG, lambda: run_workers("both", load(), BothServer))
 
 
 class BothServer(DecodeServer):
@@ -60,14 +49,7 @@ class BothServer(DecodeServer):
             handovers=hosted.handovers,
             room=PromptRoom(self.capacity, self._prompt_blocks).held,
         )
-        self._puller = TaskPuller(
-            config,
-            self._prefill,
-            model=served_model(config, engine),
-            layout=layout_to_proto(engine.descriptor.layout),
-            adapters=hosted.adapters.announced,
-        )
-        hosted.adapters.follow(self._puller.set_adapters)
+        self._puller = open_puller(hosted, self._prefill)
 
     def own_capacity(self, capacity: Capacity) -> Capacity:
         self._prompt_blocks = prompt_blocks(capacity)

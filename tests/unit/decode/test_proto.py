@@ -19,9 +19,9 @@ from headrace_common.callers.priority import Priority
 from headrace_common.durations import duration_from_seconds
 from headrace_common.errors import InvalidRequest
 from headrace_common.registry.adapters import Adapter
-from headrace_decode.proto import keep_terms, kept_to_proto, tokens_to_proto, work_from_proto
-from headrace_engine.interface import DecodeTokens, PromptImage, Sampling, TokenLogprobs
-from headrace_engine.proto import require_vocabulary, sampling_from_proto
+from headrace_decode.proto import keep_terms, kept_to_proto, work_from_proto
+from headrace_engine.interface import PromptImage, Sampling, TokenLogprobs
+from headrace_engine.proto import logprobs_to_proto, require_vocabulary, sampling_from_proto
 from headrace_kv.prefix.events import Tier
 from headrace_kv.tiers.promises import KeepTerms, Kept
 
@@ -136,15 +136,10 @@ def test_a_divided_prompt_needs_a_transfer_and_tokens_of_decode(changes: dict[st
 
 
 def test_tokens_keep_their_order_and_alternatives() -> None:
-    message = tokens_to_proto(
-        DecodeTokens(
-            (1, 2),
-            (TokenLogprobs(-0.5, ((1, -0.5),)), TokenLogprobs(-2.0, ((3, -2.0), (4, -3.0)))),
-        )
-    )
-    assert list(message.token_ids) == [1, 2]
-    assert [entry.logprob for entry in message.logprobs] == [-0.5, -2.0]
-    assert [alternative.token_id for alternative in message.logprobs[1].alternatives] == [3, 4]
+    two = (TokenLogprobs(-0.5, ((1, -0.5),)), TokenLogprobs(-2.0, ((3, -2.0), (4, -3.0))))
+    found = [logprobs_to_proto(one) for one in two]
+    assert [entry.logprob for entry in found] == [-0.5, -2.0]
+    assert [alternative.token_id for alternative in found[1].alternatives] == [3, 4]
 
 
 def test_a_promise_is_asked_for_an_owner_and_at_most_an_hour() -> None:
@@ -189,7 +184,7 @@ def test_prompt_logprobs_need_a_whole_prompt_to_compute() -> None:
             work_from_proto(request(sampling=sampling, **changes))
         assert set(refused.value.violations) == {"sampling.prompt_logprobs"}
     entries = (TokenLogprobs(-1.0, ((4, -0.5),), 9),)
-    (found,) = tokens_to_proto(DecodeTokens((1,), prompt_logprobs=entries)).prompt_logprobs
+    (found,) = map(logprobs_to_proto, entries)
     assert (found.logprob, found.alternatives[0].token_id, found.rank) == (-1.0, 4, 9)
 
 

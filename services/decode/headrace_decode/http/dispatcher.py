@@ -19,7 +19,7 @@ from headrace_common.errors import (
     InvalidRequest,
     QueueFull,
 )
-from headrace_common.registry.adapters import adapters_from_proto
+from headrace_common.registry.adapters import Adapter, adapters_from_proto
 from headrace_common.registry.duties import COMPUTE_PROMPTS
 from headrace_common.registry.view import RegistryView
 from headrace_decode.admission import Capacity
@@ -67,11 +67,11 @@ class BlockShares:
     ) -> DecodeAttempt:
         """Starts an attempt with these blocks, once the engine has room for it. The caller must end it.
 
-        Raises DecodeFull, DeadlineExceeded, or as `Attempts.start_own` does.
+        Raises DecodeFull, DeadlineExceeded, or as `Attempts.admit` does.
         """
         while True:
             try:
-                return self._attempts.start_own(request, deadline)
+                return self._attempts.admit(request, deadline)
             except DecodeFull as error:
                 full = error
             try:
@@ -79,6 +79,15 @@ class BlockShares:
             except QueueFull:
                 # The engine's error names what is missing.
                 raise full from None
+
+
+def prefill_worker_count(members: RegistryView, model: str, adapter: Adapter | None) -> int:
+    """The prefill workers that serve the model, with this adapter if one is given."""
+    return sum(
+        member.model == model
+        and (adapter is None or adapter in adapters_from_proto(member.adapters))
+        for member in members.of_role(*COMPUTE_PROMPTS)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,31 +107,29 @@ class OwnDispatcher:
 
     async def run(self, request: AdmittedRequest) -> None:
         """Fills and finishes the response. Raises the last attempt's error."""
-        request.record.slot_wanted()
-        with closing(await self.blocks.acquire(request.prepared, request.deadline)) as held:
-            await self._run(request, held)
-
-    async def _run(self, request: AdmittedRequest, held: Held) -> None:
-        start = partial(self.blocks.start, held, request.deadline)
-        remote = self._prefills_remotely(request.prepared)
-        attempts = 1
-        attempt = OwnAttempt(request, self.ref, self.prefills, remote=remote)
-        try:
-            outcome = await attempt.run(start)
-        except HeadraceError as error:
-            useless = isinstance(error, _FINAL_ERRORS) or request.response.started
-            if useless or not remote or not attempt.reserved:
-                raise
-            _LOG.warning("prefilling %s here: %s", request.prepared.request_id, error.detail)
-            attempts = 2
-            attempt = OwnAttempt(request, self.ref, self.prefills, remote=False)
-            outcome = await attempt.run(start)
-        await finish_response(
-            request, outcome, attempts=attempts, prefill_worker_id=attempt.prefill_worker_id
-        )
+        prepared, record = request.prepared, request.record
+        record.slot_wanted()
+        with closing(await self.blocks.acquire(prepared, request.deadline)) as held:
+            start = partial(self.blocks.start, held, request.deadline)
+            remote = self._prefills_remotely(prepared)
+            attempt = OwnAttempt(request, self.ref, self.prefills, remote=remote)
+            try:
+                outcome = await attempt.run(start)
+            except HeadraceError as error:
+                useless = isinstance(error, _FINAL_ERRORS) or request.response.started
+                if useless or not remote or not attempt.reserved:
+                    raise
+                _LOG.warning("prefilling %s here: %s", prepared.request_id, error.detail)
+                attempt = OwnAttempt(request, self.ref, self.prefills, remote=False)
+                outcome = await attempt.run(start)
+            await finish_response(
+                request,
+                outcome,
+                attempts=len(record.attempts),
+                prefill_worker_id=attempt.record.answer.worker_id,
+            )
 
     def _prefills_remotely(self, prepared: PreparedRequest) -> bool:
-        adapter = prepared.adapter
         missing_min = max(1, self.members.policy.local_prefill_max_tokens)
         return (
             self.prefills.available
@@ -130,9 +137,5 @@ class OwnDispatcher:
             # EnqueueRequest has no images.
             and not prepared.images
             and len(prepared.token_ids) - 1 >= missing_min
-            and any(
-                member.model == self.model
-                and (adapter is None or adapter in adapters_from_proto(member.adapters))
-                for member in self.members.of_role(*COMPUTE_PROMPTS)
-            )
+            and prefill_worker_count(self.members, self.model, prepared.adapter) > 0
         )

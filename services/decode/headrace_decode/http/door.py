@@ -16,23 +16,19 @@ from headrace_common.errors import StaleIncarnation
 from headrace_common.http.bounds import HttpBounds
 from headrace_common.http.server import HttpServer
 from headrace_common.ports import split_host_port
-from headrace_common.registry.adapters import adapters_from_proto
-from headrace_common.registry.duties import COMPUTE_PROMPTS
+from headrace_common.registry.view import RegistryView
 from headrace_common.rpc.channel import open_channel
 from headrace_decode.admission import Capacity
 from headrace_decode.attempts import Attempts
 from headrace_decode.config import DecodeConfig
-from headrace_decode.http.dispatcher import BlockShares, OwnDispatcher
+from headrace_decode.http.dispatcher import BlockShares, OwnDispatcher, prefill_worker_count
 from headrace_decode.http.prefill import RouterPrefills
-from headrace_engine.interface import Engine
-from headrace_engine.worker.adapters import WorkerAdapters
 from headrace_engine.worker.config import served_model
 from headrace_engine.worker.host import HostedWorker, WorkerHost
 from headrace_frontend.openai.app import MetricsPage, OpenAiApp
 from headrace_frontend.openai.intake import ClientParts, system_fingerprint
-from headrace_frontend.promises import no_promise, worker_request
+from headrace_frontend.promises import kept_of, no_promise, worker_request
 from headrace_frontend.request.model_names import Adapters, ModelChoice
-from headrace_frontend.running.runner import RequestRunner
 from headrace_frontend.running.tracer import RequestTracer
 from headrace_frontend.tenants import load_tenants
 from headrace_kv.layout import engine_hash
@@ -43,14 +39,13 @@ from headrace_text.load import SIMULATED_MODEL, load_codecs
 class _OwnModel:
     """The worker's model, as request preparation and the list of models need it."""
 
-    def __init__(
-        self, name: str, engine: Engine, adapters: WorkerAdapters, host: WorkerHost
-    ) -> None:
-        self.name = name
+    def __init__(self, hosted: HostedWorker[DecodeConfig], members: RegistryView) -> None:
+        engine = hosted.engine
+        self.name = served_model(hosted.config, engine)
         self._max_model_len = engine.max_model_len
-        self._adapters = adapters
+        self._adapters = hosted.adapters
         self._engine_hashes = frozenset([engine_hash(engine.descriptor.layout)])
-        self._host = host
+        self._members = members
 
     def max_model_len(self) -> Mapping[str, int]:
         return {self.name: self._max_model_len}
@@ -65,21 +60,15 @@ class _OwnModel:
         return system_fingerprint(self._engine_hashes, choice.adapter)
 
     def list_models(self) -> Sequence[inference_pb2.Model]:
-        members = self._host.members.of_role(*COMPUTE_PROMPTS)
-        prefill = [member for member in members if member.model == self.name]
-        served = [(self.name, "", len(prefill))]
-        for adapter in self._adapters.announced:
-            count = sum(adapter in adapters_from_proto(member.adapters) for member in prefill)
-            served.append((adapter.name, self.name, count))
         return [
             inference_pb2.Model(
-                name=name,
+                name=self.name if adapter is None else adapter.name,
                 max_model_len=self._max_model_len,
-                prefill_worker_count=count,
+                prefill_worker_count=prefill_worker_count(self._members, self.name, adapter),
                 decode_worker_count=1,
-                parent=parent,
+                parent="" if adapter is None else self.name,
             )
-            for name, parent, count in served
+            for adapter in (None, *self._adapters.announced)
         ]
 
 
@@ -123,12 +112,7 @@ class HttpDoor:
     ) -> None:
         self._config = config = hosted.config
         self._host = host
-        self._model = _OwnModel(
-            name=served_model(config, hosted.engine),
-            engine=hosted.engine,
-            adapters=hosted.adapters,
-            host=host,
-        )
+        self._model = _OwnModel(hosted, host.members)
         self._capacity = capacity
         self._hash_key = 0
         self.prefills = RouterPrefills(hosted.ref, lambda endpoint: open_channel(endpoint, config))
@@ -179,18 +163,13 @@ class HttpDoor:
             config.admission_wait_s or math.inf,
         )
         dispatcher = OwnDispatcher(self._ref, model.name, blocks, self.prefills, host.members)
-        runner = RequestRunner(
-            callers=parts.callers,
-            admission=parts.admission,
-            policy=lambda: host.members.policy,
-            preparer=parts.preparer,
+        parts.runner = parts.new_runner(
             dispatch=dispatcher.run,
             tracer=RequestTracer(telemetry),
             # `Attempts` refuses requests once routers have noticed the drain.
             drain_error=self._attempts.refusal,
             runs_while_draining=True,
         )
-        parts.run_by(runner)
         readers = load_tenants(config.metrics_keys_file, "metrics_keys_file")
 
         def metrics(kind: str) -> str:
@@ -207,12 +186,10 @@ class HttpDoor:
     ) -> keep_pb2.Kept:
         asked = worker_request(tenant, request)
         try:
-            kept = (await self._attempts.keep(asked, deadline)).kept
+            answer = await self._attempts.keep(asked, deadline)
         except StaleIncarnation as error:
             raise no_promise() from error
-        if kept.tokens:
-            kept.id = request.id
-        return kept
+        return kept_of(answer.kept, asked.incarnation, asked.transfer_id)
 
     def start_drain(self) -> None:
         """Reports that the worker is not ready."""

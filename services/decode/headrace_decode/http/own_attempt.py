@@ -20,9 +20,9 @@ from headrace_common.latency.steps import decode_steps
 from headrace_common.rpc.trace_context import carrier_of
 from headrace_decode.attempt import DecodeAttempt
 from headrace_decode.http.prefill import RouterPrefills
-from headrace_decode.proto import tokens_to_proto
 from headrace_decode.timestamps import RequestTimestamps
 from headrace_engine.interface import DecodeTokens
+from headrace_engine.proto import logprobs_to_proto
 from headrace_frontend.running.attempt import AdmittedRequest, AttemptOutcome, RunningAttempt
 from headrace_frontend.running.receipt import AttemptReceipt
 from headrace_frontend.running.record import AttemptRecord, now_us
@@ -77,7 +77,8 @@ class OwnRecord(AttemptRecord):
         self._cost.cancel()
 
     def receipt(self) -> AttemptReceipt:
-        return self._receipt(self.answer.receipt)
+        found = AttemptRecord.receipt(self)
+        return found._replace(parts=(self.answer.receipt, *found.parts))
 
     def update(self) -> None:
         self.start = self.route_start
@@ -90,18 +91,19 @@ class OwnRecord(AttemptRecord):
 class OwnAttempt(RunningAttempt):
     """Runs once. An AttemptSink."""
 
+    record: OwnRecord
+    """From the engine's admission on."""
+    _running: DecodeAttempt
+
     def __init__(
         self, request: AdmittedRequest, worker: WorkerRef, prefills: RouterPrefills, *, remote: bool
     ) -> None:
         super().__init__(request, worker, remote=remote)
-        self._request = request
         self._prefills = prefills
         self._call.token_ids.MergeFrom(request.prepared.all_token_ids(self.given).ids)
         self._call.images.extend(request.prepared.images)
         self.token_count = 0
         """The tokens that the engine has given."""
-        self._running: DecodeAttempt | None = None
-        self._record: OwnRecord | None = None
         self._held: deque[_Batch] = deque()
         """What the response has no room for."""
         self._then: Callable[[], None] = lambda: None
@@ -113,11 +115,6 @@ class OwnAttempt(RunningAttempt):
         """Whether the engine has reserved blocks."""
         return self._reserved is not None
 
-    @property
-    def prefill_worker_id(self) -> str:
-        """The prefill worker, once the router has reported it. Empty for a local prefill."""
-        return self._record.answer.worker_id if self._record is not None else ""
-
     async def run(
         self, start: Callable[[decode_pb2.GenerateRequest], Awaitable[DecodeAttempt]]
     ) -> AttemptOutcome:
@@ -125,23 +122,22 @@ class OwnAttempt(RunningAttempt):
 
         Cancellation gives back the blocks and cancels the prefill.
         """
-        request = self._request
-        token = otel_context.attach(
-            trace.set_span_in_context(NonRecordingSpan(request.record.context))
-        )
+        request_record = self.request.record
+        parent = NonRecordingSpan(request_record.context)
+        token = otel_context.attach(trace.set_span_in_context(parent))
         try:
-            running = await start(self._call)
+            running = self._running = await start(self._call)
         finally:
             otel_context.detach(token)
-        if not request.record.attempts:
-            request.record.slot_acquired()
+        if not request_record.attempts:
+            request_record.slot_acquired()
         times = running.timestamps
-        self._running = running
-        block_tokens = running.engine.descriptor.layout.block_tokens
-        self._record = record = OwnRecord(
-            times.start.monotonic_ns // 1_000, times=times, block_tokens=block_tokens
+        self.record = record = OwnRecord(
+            times.start.monotonic_ns // 1_000,
+            times=times,
+            block_tokens=running.engine.descriptor.layout.block_tokens,
         )
-        request.record.attempts.append(record)
+        request_record.attempts.append(record)
         try:
             running.start(self, self._engine_ended, record.decoded)
             return await self.ended
@@ -156,32 +152,24 @@ class OwnAttempt(RunningAttempt):
     def reserve(self, reserved: decode_pb2.Reserved) -> None:
         """The engine has the blocks. A router has the missing tokens prefilled."""
         self._reserved = reserved
-        running, record = self._running, self._record
-        if reserved.start_token >= reserved.end_token or running is None or record is None:
-            return
-        prepared, deadline = self._prepared, self._request.deadline
-        prefill = asyncio.create_task(
-            self._prefills.prefill(
-                self._call,
-                reserved.start_token,
-                carrier_of(running.span.get_span_context()).get("traceparent", ""),
-                deadline,
-                tenant=prepared.tenant,
-                include_latency=self._request.record.sampled or prepared.includes_latency,
+        if reserved.start_token < reserved.end_token:
+            traceparent = carrier_of(self._running.span.get_span_context()).get("traceparent", "")
+            prefill = asyncio.create_task(
+                self._prefills.prefill(self.request, self._call, reserved.start_token, traceparent)
             )
-        )
-        record.asked(prefill)
-        prefill.add_done_callback(self._prefill_ended)
+            self.record.asked(prefill)
+            prefill.add_done_callback(self._prefill_ended)
 
     def _prefill_ended(self, prefill: asyncio.Task[prefill_pb2.EnqueueResponse]) -> None:
         error = None if prefill.cancelled() else prefill.exception()
-        if isinstance(error, Exception) and not self.token_count and self._running is not None:
+        if isinstance(error, Exception) and not self.token_count:
             self._running.interrupt(error)
 
     def add_first(self, tokens: DecodeTokens, times: decode_pb2.AttemptTimes | None) -> None:
         """See AttemptSink."""
-        added = tokens_to_proto(tokens)
-        self._add((added.token_ids, added.logprobs, added.prompt_logprobs))
+        logprobs = [logprobs_to_proto(one) for one in tokens.logprobs]
+        prompt_logprobs = [logprobs_to_proto(one) for one in tokens.prompt_logprobs]
+        self._add((tokens.token_ids, logprobs, prompt_logprobs))
 
     def add_tokens(self, token_ids: Sequence[int]) -> None:
         """See AttemptSink."""

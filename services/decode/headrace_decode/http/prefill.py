@@ -10,10 +10,10 @@ import grpc.aio
 from headrace.decode.v1 import decode_pb2
 from headrace.prefill.v1 import prefill_pb2, prefill_pb2_grpc
 from headrace.registry.v1 import registry_pb2
-from headrace_common.deadlines import Deadline
 from headrace_common.errors import WorkerGone
 from headrace_common.rpc.status import error_from_rpc
 from headrace_common.tasks import BackgroundTasks
+from headrace_frontend.running.attempt import AdmittedRequest
 from headrace_kv.layout import WorkerRef
 
 
@@ -42,15 +42,12 @@ class RouterPrefills:
 
     async def prefill(
         self,
-        request: decode_pb2.GenerateRequest,
+        request: AdmittedRequest,
+        call: decode_pb2.GenerateRequest,
         start_token: int,
         traceparent: str,
-        deadline: Deadline,
-        *,
-        tenant: str,
-        include_latency: bool = False,
     ) -> prefill_pb2.EnqueueResponse:
-        """Queues the prompt of a request with reserved blocks. Returns once its KV cache was handed over.
+        """Queues the prompt of a call with reserved blocks. Returns once its KV cache was handed over.
 
         Raises HeadraceError. Cancellation cancels the prefill.
         """
@@ -60,21 +57,21 @@ class RouterPrefills:
         endpoint = endpoints[next(self._turns) % len(endpoints)]
         stub = prefill_pb2_grpc.PrefillQueueServiceStub(self._channels[endpoint])
         message = prefill_pb2.EnqueueRequest(
-            transfer_id=request.transfer_id,
-            request_id=request.request_id,
+            transfer_id=call.transfer_id,
+            request_id=call.request_id,
             worker_id=self._ref.worker_id,
             incarnation=self._ref.incarnation,
-            token_ids=request.token_ids,
+            token_ids=call.token_ids,
             start_token=start_token,
             traceparent=traceparent,
-            cache_salt=request.cache_salt,
-            include_latency=include_latency,
-            adapter=request.adapter if request.HasField("adapter") else None,
-            priority=request.priority,
-            tenant=tenant,
+            cache_salt=call.cache_salt,
+            include_latency=request.record.sampled or request.prepared.includes_latency,
+            adapter=call.adapter if call.HasField("adapter") else None,
+            priority=call.priority,
+            tenant=request.prepared.tenant,
         )
         try:
-            return await stub.Enqueue(message, timeout=deadline.remaining_s())
+            return await stub.Enqueue(message, timeout=request.deadline.remaining_s())
         except grpc.aio.AioRpcError as error:
             raise error_from_rpc(error) from error
 

@@ -77,7 +77,6 @@ class Attempt(RunningAttempt, LinkedAnswer):
         prompt is computed, or is not to be computed.
         """
         super().__init__(request, decision.worker.ref, remote=decision.remote)
-        self.request = request
         self.worker, self.transfer_id = decision.worker, self._call.transfer_id
         self._take_over: Callable[[], None] | None = None
         self.successor: Attempt | None = None
@@ -85,7 +84,6 @@ class Attempt(RunningAttempt, LinkedAnswer):
         self._held: list[tuple[Sequence[int], Logprobs, Logprobs]] | None = None
         self.record = record
         self._queue = queue
-        self._deadline = request.deadline
         self._decision = decision
         self._terms = terms
         self._first_token_by = first_token
@@ -309,7 +307,7 @@ class Attempt(RunningAttempt, LinkedAnswer):
         reserved = self._reserved
         if reserved is None or reserved.admitted or self._calling is not None:
             return
-        first, prepared = queued.first_token.result(), self._prepared
+        first, prepared = queued.first_token.result(), self.request.prepared
         if first.token_id >= self.vocabulary_size:
             self._prefill_failed = True
             raise ProtocolViolation(
@@ -337,7 +335,7 @@ class Attempt(RunningAttempt, LinkedAnswer):
         self._calling = asyncio.ensure_future(
             stub.SetFirstToken(
                 request,
-                timeout=self._deadline.remaining_s(),
+                timeout=self.request.deadline.remaining_s(),
                 metadata=tuple(self._carrier.items()),
             )
         )

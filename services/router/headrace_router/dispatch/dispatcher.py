@@ -18,7 +18,7 @@ from headrace_common.durations import seconds_from_duration
 from headrace_common.errors import DecodeFull, HeadraceError, NoDecodeWorker, QueueFull, WorkerGone
 from headrace_frontend.request.validation import PreparedRequest
 from headrace_frontend.running.attempt import AdmittedRequest, AttemptOutcome, finish_response
-from headrace_frontend.running.record import RequestRecord
+from headrace_frontend.running.record import RequestRecord, now_us
 from headrace_kv.compatibility import fingerprint
 from headrace_kv.layout import WorkerRef
 from headrace_router.costs import Candidates, TokenTargets
@@ -207,8 +207,7 @@ class RequestDispatcher:
         )
 
     def _new_record(self, request: RequestRecord, number: int) -> RoutedAttempt:
-        now_us = time.monotonic_ns() // 1_000
-        record = RoutedAttempt(now_us, worker_clocks=self.clocks, number=number)
+        record = RoutedAttempt(now_us(), worker_clocks=self.clocks, number=number)
         request.attempts.append(record)
         return record
 
@@ -449,8 +448,7 @@ class RequestDispatcher:
         """
         request = source.request
         number = len(request.record.attempts) + 1
-        now_us = time.monotonic_ns() // 1_000
-        record = RoutedAttempt(now_us, worker_clocks=self.clocks, number=number, moved=moved)
+        record = RoutedAttempt(now_us(), worker_clocks=self.clocks, number=number, moved=moved)
         record.routed(decision)
         # Until it leads, the answer's present attempt has the cost.
         record.report_late(source.record.charge)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final, TypeAlias
 
 from headrace.decode.v1 import decode_pb2
-from headrace.inference.v1 import first_token_pb2, inference_pb2, sampling_pb2
+from headrace.inference.v1 import first_token_pb2, inference_pb2
 from headrace.prefill.v1 import prefill_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace_common.errors import HeadraceError, WorkerGone
 from headrace_frontend.request.validation import PreparedRequest
 from headrace_kv.layout import WorkerRef
 from headrace_router.placement import Decision
+from headrace_router.workers.table import Worker
 
 Policy: TypeAlias = first_token_pb2.FirstTokenPolicy.ValueType
 
@@ -46,6 +48,28 @@ def begins_early(request: decode_pb2.GenerateRequest, decision: Decision) -> boo
     return decision.remote and not decision.decode_cached_tokens and not constrained
 
 
+def task_to_fill(
+    request: decode_pb2.GenerateRequest | prefill_pb2.EnqueueRequest,
+    worker: Worker,
+    token_ids: Sequence[int],
+    start_token: int,
+    traceparent: str,
+) -> prefill_pb2.PrefillTask:
+    """The task that computes these tokens for the blocks of a request on a decode worker, without a first token."""
+    return prefill_pb2.PrefillTask(
+        transfer_id=request.transfer_id,
+        request_id=request.request_id,
+        token_ids=token_ids,
+        start_token=start_token,
+        decode_worker_id=worker.ref.worker_id,
+        decode_incarnation=worker.ref.incarnation,
+        decode_endpoint=worker.endpoint,
+        traceparent=traceparent,
+        cache_salt=request.cache_salt,
+        adapter=request.adapter if request.HasField("adapter") else None,
+    )
+
+
 def prefill_task(
     request: decode_pb2.GenerateRequest,
     token_ids: inference_pb2.TokenIds,
@@ -61,27 +85,13 @@ def prefill_task(
     Its terms have the images. Decode computes the KV cache of the last token itself when it makes the first token, and
     that of more tokens if it says so.
     """
-    worker = decision.worker
-    sampling = None
+    task = task_to_fill(request, decision.worker, token_ids.ids, start_token, traceparent)
     if first_token == BY_PREFILL:
-        sampling = sampling_pb2.SamplingParams()
-        sampling.CopyFrom(request.sampling)
-        sampling.stop_token_ids.extend(request.stop_token_ids)
-    task = prefill_pb2.PrefillTask(
-        transfer_id=request.transfer_id,
-        request_id=request.request_id,
-        token_ids=token_ids.ids,
-        start_token=start_token,
-        decode_worker_id=worker.ref.worker_id,
-        decode_incarnation=worker.ref.incarnation,
-        decode_endpoint=worker.endpoint,
-        traceparent=traceparent,
-        sampling=sampling,
-        send_hidden_state=first_token == FROM_HIDDEN_STATE,
-        cache_salt=request.cache_salt,
-        adapter=request.adapter if request.HasField("adapter") else None,
-        bounds=request.bounds if request.HasField("bounds") else None,
-    )
+        task.sampling.CopyFrom(request.sampling)
+        task.sampling.stop_token_ids.extend(request.stop_token_ids)
+    task.send_hidden_state = first_token == FROM_HIDDEN_STATE
+    if request.HasField("bounds"):
+        task.bounds.CopyFrom(request.bounds)
     if request.computes_from and end_token == request.computes_from:
         del task.token_ids[end_token:]
     elif first_token == BY_DECODE:

@@ -36,6 +36,7 @@ from headrace_frontend.tenants import DEFAULT_TENANT
 from headrace_kv.layout import WorkerRef
 from headrace_kv.prefix.cache_salt import salt_violations
 from headrace_router.dispatch.dispatcher import PolicySource, RequestDispatcher
+from headrace_router.dispatch.messages import task_to_fill
 from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefill_queue.task import QueuedTask, TaskOutcome, TaskTerms
 from headrace_router.tracing.attempt_record import RoutedAttempt, WorkerClocks
@@ -98,7 +99,12 @@ class OwnPrompts:
         terms = self.dispatcher.task_terms(
             worker, array("I", request.token_ids), request.cache_salt, asked
         )
-        queued = self.queue.enqueue(_task_of(request, worker), layout=worker.layout, terms=terms)
+        task = task_to_fill(
+            request, worker, request.token_ids, request.start_token, request.traceparent
+        )
+        # Decode computes the last token.
+        del task.token_ids[-1]
+        queued = self.queue.enqueue(task, layout=worker.layout, terms=terms)
         record = RoutedAttempt(now_us(), worker_clocks=self.clocks)
         record.enqueued(queued)
         outcome = await _ended(queued, deadline)
@@ -159,24 +165,6 @@ class OwnPrompts:
                 "the prompt on the decode worker",
                 metadata={"queue": "prefill"},
             )
-
-
-def _task_of(request: prefill_pb2.EnqueueRequest, worker: Worker) -> prefill_pb2.PrefillTask:
-    """The task, without the last token, which decode computes."""
-    task = prefill_pb2.PrefillTask(
-        transfer_id=request.transfer_id,
-        request_id=request.request_id,
-        token_ids=request.token_ids,
-        start_token=request.start_token,
-        decode_worker_id=worker.ref.worker_id,
-        decode_incarnation=worker.ref.incarnation,
-        decode_endpoint=worker.endpoint,
-        traceparent=request.traceparent,
-        cache_salt=request.cache_salt,
-        adapter=request.adapter if request.HasField("adapter") else None,
-    )
-    del task.token_ids[-1]
-    return task
 
 
 async def _ended(queued: QueuedTask, deadline: Deadline) -> TaskOutcome:

@@ -230,9 +230,10 @@ class RoutedAttempt(AttemptRecord):
             for source, destination, payload_bytes in sent
             if payload_bytes
         ]
-        found = self._receipt(None, *links)
+        found = AttemptRecord.receipt(self)
         computed = (one.receipt for *_, one in tasks)
-        return found._replace(parts=[*computed, *found.parts, *self.more_receipts])
+        parts = [*computed, *found.parts, *self.more_receipts]
+        return found._replace(parts=parts, links=links)
 
     def charge(self, receipt: receipt_pb2.Receipt) -> None:
         """A request for the KV of this one has cost so much, on this worker or another."""
