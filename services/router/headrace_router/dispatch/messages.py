@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Final, TypeAlias
 
 from headrace.decode.v1 import decode_pb2
-from headrace.inference.v1 import first_token_pb2, inference_pb2, sampling_pb2
+from headrace.inference.v1 import first_token_pb2, inference_pb2
 from headrace.prefill.v1 import prefill_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace_common.errors import HeadraceError, WorkerGone
@@ -64,8 +65,7 @@ def prefill_task(
     worker = decision.worker
     sampling = None
     if first_token == BY_PREFILL:
-        sampling = sampling_pb2.SamplingParams()
-        sampling.CopyFrom(request.sampling)
+        sampling = deepcopy(request.sampling)
         sampling.stop_token_ids.extend(request.stop_token_ids)
     task = prefill_pb2.PrefillTask(
         transfer_id=request.transfer_id,

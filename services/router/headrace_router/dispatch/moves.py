@@ -28,6 +28,7 @@ from headrace_common.errors import (
     QueueFull,
 )
 from headrace_common.tasks import BackgroundTasks, report_bug
+from headrace_frontend.answers import possible_ids
 from headrace_frontend.request.response_stream import ResponseStream
 from headrace_kv.layout import STATE, WorkerRef
 from headrace_router.dispatch.attempt import Attempt
@@ -210,12 +211,14 @@ class Moves:
             self.count(outcome, asker)
 
     async def move_request(self, request_id: str, worker_id: str) -> list[Move]:
-        """As `move`, for all answers to the request with this id. Raises Conflict if all of them have ended."""
-        found = [
-            attempt
-            for attempt in self.dispatcher.running.values()
-            if _is_of(attempt.request.prepared.request_id, request_id)
-        ]
+        """As `move`, for all answers to a request, by its id or its response's. Raises Conflict if all of them have ended."""
+        found: list[Attempt] = []
+        for possible_id in possible_ids(request_id):
+            found = found or [
+                attempt
+                for attempt in self.dispatcher.running.values()
+                if _is_of(attempt.request.prepared.request_id, possible_id)
+            ]
         if not found:
             raise NotFound(
                 f"no answer to request {request_id} runs on this router",

@@ -6,6 +6,7 @@ import asyncio
 import heapq
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
@@ -205,8 +206,7 @@ class QueuedTask:
 
     def part_task(self, end_token: int) -> prefill_pb2.PrefillTask:
         """A task for the tokens before `end_token`, as yet for no worker."""
-        task = prefill_pb2.PrefillTask()
-        task.CopyFrom(self.task)
+        task = deepcopy(self.task)
         for name in ("sampling", "send_hidden_state", "start_token"):
             task.ClearField(name)
         # As of a prefix that is fetched.

@@ -118,7 +118,8 @@ def test_old_traces_are_dropped_and_the_newest_is_the_default() -> None:
     for number in range(3):
         store.start_trace(f"{number:032x}", f"r{number}", number)
     assert store.get("").request_id == "r2"
-    assert store.get("r1").trace_id == f"{1:032x}"
+    for name in ("r1", "cmpl-r1", "chatcmpl-r1", "resp_r1", "msg_r1"):
+        assert store.get(name).trace_id == f"{1:032x}"
     with pytest.raises(NotFound):
         store.get("r0")
 
