@@ -14,6 +14,7 @@ import grpc.aio
 
 from headrace.decode.v1 import decode_pb2, decode_pb2_grpc
 from headrace.inference.v1 import bounds_pb2, sampling_pb2
+from headrace_common.deadlines import Deadline
 from headrace_common.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -205,14 +206,12 @@ class Attempt(RunningAttempt, LinkedAnswer):
 
     async def failure(self, error: HeadraceError) -> FailedAttempt:
         """The value that describes this attempt after it has failed with `error`."""
-        queued = self._queued
-        if queued is not None and queued.part is not None:
-            # Its report states which worker has failed. Decode's error may be earlier.
-            await asyncio.wait({queued.outcome}, timeout=_REPORT_S)
+        queued, late = self._queued, Deadline.after(_REPORT_S)
         return FailedAttempt(
             error,
             decode_worker=self.decode_worker,
-            prefill_worker=queued.failed_worker if queued is not None else None,
+            # Reports of prefill workers state which one has failed. Decode's error may be earlier.
+            prefill_worker=await queued.failed_worker(late) if queued is not None else None,
             prefill_failed=self._prefill_failed,
             decode_generated=self.generates,
         )

@@ -211,7 +211,7 @@ class Moves:
             self.count(outcome, asker)
 
     async def move_request(self, request_id: str, worker_id: str) -> list[Move]:
-        """As `move`, for all answers to a request, by its id or its response's. Raises Conflict if all of them have ended."""
+        """As `move`, for all answers to a request, by its id or its response's. Raises Conflict if all have ended."""
         found: list[Attempt] = []
         for possible_id in possible_ids(request_id):
             found = found or [

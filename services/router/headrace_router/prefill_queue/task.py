@@ -124,6 +124,8 @@ class QueuedTask:
         self._on_failed: tuple[Callable[[], None], ...] = ()
         loop = asyncio.get_running_loop()
         self.outcome: asyncio.Future[TaskOutcome] = loop.create_future()
+        self._report: asyncio.Future[prefill_pb2.TaskDone | None] = loop.create_future()
+        """What the worker has reported at the end of the task. None: it will report nothing."""
         self.first_token: asyncio.Future[prefill_pb2.FirstToken] = loop.create_future()
         """For a task with `sampling`: settled before `outcome`, unless the outcome is an error."""
         self._preferred_workers: list[WorkerRef] | None = None
@@ -235,17 +237,20 @@ class QueuedTask:
         self.end_on_failure(self.part.cancel)
         return self.part
 
-    @property
-    def failed_worker(self) -> WorkerRef | None:
+    async def failed_worker(self, late: Deadline) -> WorkerRef | None:
         """The worker by which the task has failed: of two that compute it, the one that the reports of its parts state.
 
+        Waits for these until `late`: a part that was given up has an outcome before the report of its worker.
         None when a stream between them has ended: of these, the one that is gone is not asked again.
         """
-        done = self.outcome.result().done if self.outcome.done() else None
-        if self.part is None or done is None or not done.failed_part:
+        if self.part is None:
+            return self.worker
+        await asyncio.wait({self._report}, timeout=late.remaining_s())
+        done = self._report.result() if self._report.done() else None
+        if done is None or not done.failed_part:
             return self.worker
         in_part = done.failed_part == prefill_pb2.FAILED_PART_FIRST
-        return self.part.failed_worker if in_part else None
+        return await self.part.failed_worker(late) if in_part else None
 
     def returned_from(self, ref: WorkerRef) -> None:
         """The worker returned the task unopened. The task goes to the front, and never to that worker again."""
@@ -260,13 +265,22 @@ class QueuedTask:
 
     def end(self, error: HeadraceError | None, done: prefill_pb2.TaskDone | None = None) -> None:
         """Settles the outcome. Only the first call counts, and the report of a task that was given up."""
+        self._settle(error, done)
+        if not self._report.done():
+            self._report.set_result(done)
+        if done is not None:
+            self._on_report(done)
+
+    def given_up(self, error: HeadraceError) -> None:
+        """Settles the outcome. The worker may still report the end."""
+        self._settle(error, None)
+
+    def _settle(self, error: HeadraceError | None, done: prefill_pb2.TaskDone | None) -> None:
         self.ended_ns = time.monotonic_ns()
         if not self.outcome.done():
             self.outcome.set_result(TaskOutcome(error, done))
             if error is not None:
                 self._failed()
-        if done is not None:
-            self._on_report(done)
 
     def _failed(self) -> None:
         stops, self._on_failed = self._on_failed, ()

@@ -103,7 +103,7 @@ async def test_an_answer_rests_after_a_move_that_met_a_bug(monkeypatch: pytest.M
     assert (tries, it.leaving) == (2, set())
 
 
-async def test_an_answer_is_found_by_the_id_of_its_response(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_id_of_a_response_finds_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     async def move(self: Moves, attempt: Any, asker: str, worker_id: str) -> Any:
         return asker
 
