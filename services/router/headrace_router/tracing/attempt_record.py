@@ -114,6 +114,7 @@ class RoutedAttempt(AttemptRecord):
     """Of further requests to its decode worker."""
     prefill_worker_id: str = ""
     tasks_ahead: int = 0
+    task_tokens: int = 0
     priority: str = ""
     done: prefill_pb2.TaskDone | None = None
     """What the prefill worker has reported at its end."""
@@ -171,7 +172,7 @@ class RoutedAttempt(AttemptRecord):
             self.done = self.done or done
             self.charge_late(done.receipt)
 
-        self._queued, self.outcome = task, task.outcome
+        self._queued, self.outcome, self.task_tokens = task, task.outcome, task.tokens
         task.report_end(ended)
         for part in task.parts:
             part.report_end(partial(part_ended, part))
@@ -371,14 +372,13 @@ class RoutedAttempt(AttemptRecord):
     def _prefill_spans(
         self, request: RequestRecord, maker: SpanMaker, parent: SpanContext, decision: Decision
     ) -> Iterator[ReadableSpan]:
-        tokens = request.prompt_tokens + self.generated_tokens
         own = PrefillTaskRecord(
             self.prefill_worker_id,
             decision.worker.ref.worker_id,
             self.done or prefill_pb2.TaskDone(),
             self.prefill,
             max((one.end_token for one in self.parts), default=0),
-            decision.computes_from or tokens,
+            self.task_tokens,
         )
         for task in (*self.parts, own):
             yield from task_spans(task, maker, parent, _ids(self, request))
