@@ -40,18 +40,19 @@ def report_bug(name: str, error: BaseException) -> None:
     BUGS[name] += 1
 
 
+async def repeat_after_bugs(loop: Callable[[], Coroutine[Any, Any, None]], name: str) -> None:
+    """Runs `loop`, and again 1 s after each error, which is reported as a bug. Returns when `loop` does."""
+    while True:
+        try:
+            return await loop()
+        except Exception as error:  # noqa: BLE001 - reported as a bug
+            report_bug(name, error)
+        await asyncio.sleep(_AGAIN_S)
+
+
 def run_forever(loop: Callable[[], Coroutine[Any, Any, None]], name: str) -> asyncio.Task[None]:
     """Starts a task that runs `loop`, and again 1 s after each error. It ends when it is cancelled, or with `loop`."""
-
-    async def run() -> None:
-        while True:
-            try:
-                return await loop()
-            except Exception as error:  # noqa: BLE001 - reported as a bug
-                report_bug(name, error)
-            await asyncio.sleep(_AGAIN_S)
-
-    return asyncio.create_task(run(), name=name)
+    return asyncio.create_task(repeat_after_bugs(loop, name), name=name)
 
 
 async def end_task(task: asyncio.Task[_Result] | None) -> None:
