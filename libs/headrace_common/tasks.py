@@ -28,6 +28,8 @@ def lower_priority() -> None:
 
 _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
 
 
 BUGS: Final = Counter[str]()
@@ -76,9 +78,13 @@ async def run_together(coroutines: Iterable[Coroutine[Any, Any, None]]) -> None:
 
 
 class BackgroundTasks:
-    """Tasks that their owner starts, and waits for at its own end. One event loop owns it."""
+    """Tasks that their owner starts, and waits for at its own end. One event loop owns it.
 
-    def __init__(self) -> None:
+    `name` is what they do, for the report of a bug.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
         self._tasks: set[asyncio.Future[Any]] = set()
 
     def start(self, work: Coroutine[Any, Any, None] | asyncio.Task[None]) -> None:
@@ -90,7 +96,7 @@ class BackgroundTasks:
     def _ended(self, task: asyncio.Future[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            report_bug("a task", error)
+            report_bug(self._name, error)
 
     async def wait(self) -> None:
         """Returns when none is left."""
@@ -105,17 +111,14 @@ async def wait_briefly(awaited: Awaitable[Any], seconds: float) -> None:
             await awaited
 
 
-T = TypeVar("T")
-
-
-class BoundedQueue(asyncio.Queue[T]):
+class BoundedQueue(asyncio.Queue[_Value]):
     """A queue of at most `maxsize` items. `name` is for errors."""
 
     def __init__(self, name: str, maxsize: int) -> None:
         super().__init__(maxsize)
         self._name = name
 
-    def put_nowait(self, item: T) -> None:
+    def put_nowait(self, item: _Value) -> None:
         """Adds an item, or raises QueueFull."""
         try:
             super().put_nowait(item)
@@ -162,10 +165,6 @@ async def wait_silent(silent_since_s: Callable[[], float | None], limit_s: float
             wait_s = _AGAIN_S
         else:
             return now_s - since_s
-
-
-_Key = TypeVar("_Key")
-_Value = TypeVar("_Value")
 
 
 class Recent(OrderedDict[_Key, _Value]):

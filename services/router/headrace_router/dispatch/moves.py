@@ -192,7 +192,7 @@ class Moves:
     """By model, what asks for its next move and the source, and since when it is planned."""
     _balanced: dict[str, asyncio.Task[None]] = field(default_factory=dict, init=False)
     """By model, the latest move that was planned."""
-    _tasks: BackgroundTasks = field(default_factory=BackgroundTasks, init=False)
+    _tasks: BackgroundTasks = field(default_factory=lambda: BackgroundTasks("a move"), init=False)
 
     async def move(self, attempt: Attempt, asker: str, worker_id: str = "") -> Move:
         """Moves the answer of an attempt that leads to the named worker, or to the cheapest.
