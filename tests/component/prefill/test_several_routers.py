@@ -56,7 +56,7 @@ class QueueOfRouter:
     def ended(self) -> int:
         """Tasks that ended well."""
         return sum(
-            task.outcome.done() and task.outcome.result().error is None for task in self.tasks
+            task.outcome.done() and task.outcome.result() is None for task in self.tasks
         )
 
 

@@ -98,7 +98,7 @@ class Attempt(RunningAttempt, LinkedAnswer):
         """Whether the answer has the first token of prefill, and decode has not."""
         self._calling: asyncio.Future[Any] | None = None
         """Sends the first token of prefill to decode."""
-        self._expected: Callable[[], None] | None = None
+        self._expected: Callable[[], None] = lambda: None
         """Ends the count of the prompt in the prefill queue, once the decode worker has reserved its blocks."""
         call = self._call
         span_context = child_context(request.record.context)
@@ -133,8 +133,7 @@ class Attempt(RunningAttempt, LinkedAnswer):
         if self.successor is not None:
             self.successor.close()
             return
-        if self._expected is not None:
-            self._count_no_more()
+        self._count_no_more()
         self.load.release()
         self._link.release(self)
         if self._calling is not None:
@@ -236,8 +235,7 @@ class Attempt(RunningAttempt, LinkedAnswer):
         """The decode worker has admitted the request, or it has the blocks of an admitted one."""
         if self.ended.done():
             return
-        if self._expected is not None:
-            self._count_no_more()
+        self._count_no_more()
         before, self._reserved = self._reserved, reserved
         if before is None:
             if self._terms is not None:
@@ -294,7 +292,7 @@ class Attempt(RunningAttempt, LinkedAnswer):
 
     def _require_success(self, queued: QueuedTask) -> None:
         """Raises the error of a prefill that fails before decode generates."""
-        error = queued.outcome.result().error
+        error = queued.outcome.result()
         if self._first_token_by == BY_PREFILL and not queued.first_token.done():
             error = error or ProtocolViolation(
                 f"prefill worker {queued.worker} did not send the first token"
@@ -379,9 +377,8 @@ class Attempt(RunningAttempt, LinkedAnswer):
         self.return_credit()
 
     def _count_no_more(self) -> None:
-        expected, self._expected = self._expected, None
-        if expected is not None:
-            expected()
+        expected, self._expected = self._expected, lambda: None
+        expected()
 
     def _explained(self, error: HeadraceError) -> HeadraceError:
         """The error with the worker's name. A client would take a rejected credential for its own API key."""

@@ -303,7 +303,7 @@ class PrefillQueue:
             stream = self.workers.get(queued.worker)
             if stream is not None:
                 stream.send_cancel(transfer_id)
-        queued.given_up(WorkerGone("the task was given up", metadata={"transfer_id": transfer_id}))
+        queued.settle(WorkerGone("the task was given up", metadata={"transfer_id": transfer_id}))
 
     def _group_of(self, stream: PrefillWorkerStream) -> QueueGroup:
         return self._groups[stream.group_key]

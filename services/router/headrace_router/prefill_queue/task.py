@@ -32,14 +32,6 @@ TaskOrder: TypeAlias = tuple[int, float, int]
 
 
 @dataclass(frozen=True, slots=True)
-class TaskOutcome:
-    """How a task ended. `error` is None when its whole KV cache was handed over."""
-
-    error: HeadraceError | None
-    done: prefill_pb2.TaskDone | None
-
-
-@dataclass(frozen=True, slots=True)
 class TaskTerms:
     """What a request asks of the queue for its task.
 
@@ -123,7 +115,8 @@ class QueuedTask:
         """The task of another worker that computes the tokens before its own at the same time."""
         self._on_failed: tuple[Callable[[], None], ...] = ()
         loop = asyncio.get_running_loop()
-        self.outcome: asyncio.Future[TaskOutcome] = loop.create_future()
+        # The error, None when the whole KV cache was handed over.
+        self.outcome: asyncio.Future[HeadraceError | None] = loop.create_future()
         self._report: asyncio.Future[prefill_pb2.TaskDone | None] = loop.create_future()
         """What the worker has reported at the end of the task. None: it will report nothing."""
         self.first_token: asyncio.Future[prefill_pb2.FirstToken] = loop.create_future()
@@ -265,20 +258,17 @@ class QueuedTask:
 
     def end(self, error: HeadraceError | None, done: prefill_pb2.TaskDone | None = None) -> None:
         """Settles the outcome. Only the first call counts, and the report of a task that was given up."""
-        self._settle(error, done)
+        self.settle(error)
         if not self._report.done():
             self._report.set_result(done)
         if done is not None:
             self._on_report(done)
 
-    def given_up(self, error: HeadraceError) -> None:
-        """Settles the outcome. The worker may still report the end."""
-        self._settle(error, None)
-
-    def _settle(self, error: HeadraceError | None, done: prefill_pb2.TaskDone | None) -> None:
+    def settle(self, error: HeadraceError | None) -> None:
+        """Settles the outcome, of which only the first counts. The worker may still report the end."""
         self.ended_ns = time.monotonic_ns()
         if not self.outcome.done():
-            self.outcome.set_result(TaskOutcome(error, done))
+            self.outcome.set_result(error)
             if error is not None:
                 self._failed()
 
