@@ -141,7 +141,7 @@ def call_when_done(future: Future[_Result], callback: Callable[[Future[_Result]]
 
 
 # A timer that is later than this shows that this event loop has not run either. Messages may wait in it.
-_OWN_DELAY_S: Final = 0.5
+OWN_DELAY_S: Final = 0.5
 _AGAIN_S: Final = 1.0
 
 
@@ -161,7 +161,7 @@ async def wait_silent(silent_since_s: Callable[[], float | None], limit_s: float
             wait_s = limit_s
         elif now_s < since_s + limit_s:
             wait_s = since_s + limit_s - now_s
-        elif now_s > due_s + _OWN_DELAY_S:
+        elif now_s > due_s + OWN_DELAY_S:
             wait_s = _AGAIN_S
         else:
             return now_s - since_s
