@@ -227,8 +227,8 @@ class RoutedAttempt(AttemptRecord):
             if payload_bytes
         ]
         found = self._receipt(None, *links)
-        computed = (one.receipt for *_, one in tasks)
-        return found._replace(parts=[*computed, *found.parts, *self.more_receipts])
+        parts = [*(one.receipt for *_, one in tasks), *found.parts, *self.more_receipts]
+        return found._replace(parts=parts, moved=self.moved is not None)
 
     def charge(self, receipt: receipt_pb2.Receipt) -> None:
         """A request for the KV of this one has cost so much, on this worker or another."""
