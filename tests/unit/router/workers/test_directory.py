@@ -12,6 +12,7 @@ from headrace.worker.v1 import worker_pb2
 from headrace_kv.layout import WorkerRef, layout_to_proto
 from headrace_router.workers.directory import WorkerDirectory
 from headrace_router.workers.table import DecodeSlots, LoadTable
+from tests.local_channel import ScriptedCalls
 from tests.sim_layout import LAYOUT
 from tests.virtually import stand_still
 from tests.waiting import until
@@ -19,7 +20,7 @@ from tests.waiting import until
 _REF = WorkerRef("d0", "a")
 
 
-class _Channel:
+class _Channel(ScriptedCalls):
     """A channel to a worker that sends `incarnation` in its statuses."""
 
     def __init__(self, incarnation: str) -> None:
@@ -28,21 +29,13 @@ class _Channel:
         self._incarnation = incarnation
         self.distrusted: list[worker_pb2.DistrustedWorker] = []
 
-    def unary_stream(self, *arguments: object, **options: object) -> Any:
-        return lambda request: self
-
-    unary_unary = stream_stream = unary_stream
-
     async def read(self) -> worker_pb2.WatchStatusResponse:
         await asyncio.sleep(self.delay_s)
         return worker_pb2.WatchStatusResponse(
             incarnation=self._incarnation, distrusted_workers=self.distrusted
         )
 
-    def cancel(self) -> None:
-        pass
-
-    async def close(self) -> None:
+    async def close(self, grace: float | None = None) -> None:
         self.closed = True
 
 
