@@ -14,6 +14,7 @@ from headrace_common.access.tokens import FOLDER_VARIABLE
 pytest_plugins = ["tests.devices", "tests.second_run"]
 
 DEPLOYMENT_FOLDERS = {"suite", "security", "clients"}
+STATE_FOLDERS = DEPLOYMENT_FOLDERS | {"vllm", "gpu"}
 
 # Services on loopback sign their tokens with this user's local key. Tests have a key of their own.
 _credentials = tempfile.TemporaryDirectory(prefix="headrace-credentials-")
@@ -22,6 +23,14 @@ os.environ.setdefault(FOLDER_VARIABLE, _credentials.name)
 # A single example may be slow on a busy machine. The timeout of pytest bounds the test.
 settings.register_profile("headrace", parent=settings(), deadline=None)
 settings.load_profile("headrace")
+
+
+@pytest.fixture(autouse=True)
+def state_folder(request: pytest.FixtureRequest) -> None:
+    """Keeps the state files of deployments in the folder of the test."""
+    if not STATE_FOLDERS.isdisjoint(request.path.parts):
+        state = request.getfixturevalue("tmp_path") / "state"
+        request.getfixturevalue("monkeypatch").setenv("XDG_STATE_HOME", str(state))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -23,6 +23,31 @@ class LocalContext:
         pass
 
 
+class ScriptedCalls:
+    """A channel that is each of its calls too. Tests script what a call does."""
+
+    def called(self, *given: Any, **settings: Any) -> Any:
+        """Begins a call."""
+        return self
+
+    def unary_unary(self, *arguments: Any, **options: Any) -> Any:
+        return self.called
+
+    unary_stream = stream_unary = stream_stream = unary_unary
+
+    async def write(self, message: Any) -> None:
+        pass
+
+    def add_done_callback(self, callback: object) -> None:
+        pass
+
+    def cancel(self) -> None:
+        pass
+
+    async def close(self, grace: float | None = None) -> None:
+        pass
+
+
 def _connection_lost() -> grpc.aio.AioRpcError:
     none = grpc.aio.Metadata()
     return grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, none, none, "the connection is lost")

@@ -28,6 +28,8 @@ def lower_priority() -> None:
 
 _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
 
 
 BUGS: Final = Counter[str]()
@@ -40,18 +42,19 @@ def report_bug(name: str, error: BaseException) -> None:
     BUGS[name] += 1
 
 
+async def repeat_after_bugs(loop: Callable[[], Coroutine[Any, Any, None]], name: str) -> None:
+    """Runs `loop`, and again 1 s after each error, which is reported as a bug. Returns when `loop` does."""
+    while True:
+        try:
+            return await loop()
+        except Exception as error:  # noqa: BLE001 - reported as a bug
+            report_bug(name, error)
+        await asyncio.sleep(_AGAIN_S)
+
+
 def run_forever(loop: Callable[[], Coroutine[Any, Any, None]], name: str) -> asyncio.Task[None]:
     """Starts a task that runs `loop`, and again 1 s after each error. It ends when it is cancelled, or with `loop`."""
-
-    async def run() -> None:
-        while True:
-            try:
-                return await loop()
-            except Exception as error:  # noqa: BLE001 - reported as a bug
-                report_bug(name, error)
-            await asyncio.sleep(_AGAIN_S)
-
-    return asyncio.create_task(run(), name=name)
+    return asyncio.create_task(repeat_after_bugs(loop, name), name=name)
 
 
 async def end_task(task: asyncio.Task[_Result] | None) -> None:
@@ -75,9 +78,13 @@ async def run_together(coroutines: Iterable[Coroutine[Any, Any, None]]) -> None:
 
 
 class BackgroundTasks:
-    """Tasks that their owner starts, and waits for at its own end. One event loop owns it."""
+    """Tasks that their owner starts, and waits for at its own end. One event loop owns it.
 
-    def __init__(self) -> None:
+    `name` is what they do, for the report of a bug.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
         self._tasks: set[asyncio.Future[Any]] = set()
 
     def start(self, work: Coroutine[Any, Any, None] | asyncio.Task[None]) -> None:
@@ -89,7 +96,7 @@ class BackgroundTasks:
     def _ended(self, task: asyncio.Future[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            report_bug("a task", error)
+            report_bug(self._name, error)
 
     async def wait(self) -> None:
         """Returns when none is left."""
@@ -104,17 +111,14 @@ async def wait_briefly(awaited: Awaitable[Any], seconds: float) -> None:
             await awaited
 
 
-T = TypeVar("T")
-
-
-class BoundedQueue(asyncio.Queue[T]):
+class BoundedQueue(asyncio.Queue[_Value]):
     """A queue of at most `maxsize` items. `name` is for errors."""
 
     def __init__(self, name: str, maxsize: int) -> None:
         super().__init__(maxsize)
         self._name = name
 
-    def put_nowait(self, item: T) -> None:
+    def put_nowait(self, item: _Value) -> None:
         """Adds an item, or raises QueueFull."""
         try:
             super().put_nowait(item)
@@ -137,7 +141,7 @@ def call_when_done(future: Future[_Result], callback: Callable[[Future[_Result]]
 
 
 # A timer that is later than this shows that this event loop has not run either. Messages may wait in it.
-_OWN_DELAY_S: Final = 0.5
+OWN_DELAY_S: Final = 0.5
 _AGAIN_S: Final = 1.0
 
 
@@ -157,14 +161,10 @@ async def wait_silent(silent_since_s: Callable[[], float | None], limit_s: float
             wait_s = limit_s
         elif now_s < since_s + limit_s:
             wait_s = since_s + limit_s - now_s
-        elif now_s > due_s + _OWN_DELAY_S:
+        elif now_s > due_s + OWN_DELAY_S:
             wait_s = _AGAIN_S
         else:
             return now_s - since_s
-
-
-_Key = TypeVar("_Key")
-_Value = TypeVar("_Value")
 
 
 class Recent(OrderedDict[_Key, _Value]):

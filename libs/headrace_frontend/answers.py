@@ -10,9 +10,11 @@ import asyncio
 import math
 import secrets
 from collections.abc import Awaitable, Callable
+from copy import deepcopy
 from dataclasses import dataclass, replace
+from typing import Final
 
-from headrace.inference.v1 import inference_pb2, sampling_pb2
+from headrace.inference.v1 import inference_pb2
 from headrace_common.callers.priority import Priority
 from headrace_common.deadlines import Deadline
 from headrace_common.latency.clocks import ClockPair
@@ -23,6 +25,10 @@ from headrace_frontend.request.validation import REQUEST_ID_CHARACTERS_MAX, Prep
 
 # Shorter prompts fill few blocks or none, and computing them takes less time than waiting for the first answer.
 _SHARED_TOKENS_MIN = 64
+
+# The id of a response in a body has one of these before the id of the request.
+ID_PREFIXES: Final = ("cmpl-", "chatcmpl-", "msg_", "resp_")
+COMPLETION, CHAT, MESSAGE, RESPONSE = ID_PREFIXES
 
 
 @dataclass(slots=True)
@@ -88,8 +94,7 @@ class AnswerGroup:
         assert self._first is not None
         sampling = self._first.sampling
         if sampling.HasField("seed"):
-            sampling = sampling_pb2.SamplingParams()
-            sampling.CopyFrom(self._first.sampling)
+            sampling = deepcopy(sampling)
             sampling.seed = (sampling.seed + number) % (SEED_MAX + 1)
         return replace(
             self._first,
@@ -130,8 +135,7 @@ class AnswerGroup:
     def _with_logprobs(self, prepared: PreparedRequest) -> PreparedRequest:
         if not self._hides_logprobs:
             return prepared
-        sampling = sampling_pb2.SamplingParams()
-        sampling.CopyFrom(prepared.sampling)
+        sampling = deepcopy(prepared.sampling)
         sampling.logprobs = 0
         return replace(prepared, sampling=sampling)
 
@@ -164,6 +168,11 @@ async def run_answers(answer: Answer, run: Callable[[Answer], Awaitable[None]]) 
 def request_id_of(request: inference_pb2.GenerateRequest) -> str:
     """The client's id, cut to the size limit: a rejected request can be found by it, too. Else a new one."""
     return request.request_id[:REQUEST_ID_CHARACTERS_MAX] or f"r{secrets.token_hex(12)}"
+
+
+def possible_ids(name: str) -> list[str]:
+    """The ids of a request that a name may be, the likeliest first: its own id, or that of the response to it."""
+    return [name, *(name.removeprefix(one) for one in ID_PREFIXES if name.startswith(one))]
 
 
 def mean_logprob(messages: list[inference_pb2.GenerateResponse]) -> float:

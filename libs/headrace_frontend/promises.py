@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Awaitable, Callable, Sequence
+from copy import deepcopy
 from typing import Any, Final, TypeAlias
 
 from headrace.decode.v1 import decode_pb2
@@ -36,8 +37,7 @@ def terms_to_proto(tenant: str, seconds: float) -> decode_pb2.Keep:
 
 def kept_of(promise: keep_pb2.Kept, incarnation: str, transfer_id: str) -> keep_pb2.Kept:
     """A worker's promise with its id for clients. The id has the place, so any router can find the promise by it."""
-    kept = keep_pb2.Kept()
-    kept.CopyFrom(promise)
+    kept = deepcopy(promise)
     if kept.tokens:
         kept.id = incarnation + transfer_id
     return kept

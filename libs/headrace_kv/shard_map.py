@@ -11,12 +11,12 @@ leader, and local edges copy from it to the others. (transfer, layer) selects th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
 from math import lcm
-from typing import Final, Literal
+from typing import Final, Literal, TypeAlias
 
 from headrace_common.errors import ConfigError, LayoutMismatch
 from headrace_kv.layout import (
@@ -43,6 +43,8 @@ class Edge:
     head_count: int
 
 
+Edges: TypeAlias = tuple[tuple[Edge, ...], ...]
+"""Those of each layer."""
 Key = tuple[int, int, int]
 """(source rank, destination rank, layer). The ledgers of network edges and of local edges count by it."""
 
@@ -97,7 +99,7 @@ def shards(tensor_parallel_size: int, head_count: int) -> tuple[Shard, ...]:
     return tuple(found)
 
 
-def edges(prefill: KvLayout, decode: KvLayout, transfer_id: str) -> tuple[tuple[Edge, ...], ...]:
+def edges(prefill: KvLayout, decode: KvLayout, transfer_id: str) -> Edges:
     """Every edge that crosses the network: for each layer, by destination rank and head.
 
     Raises LayoutMismatch as `shards` does.
@@ -105,15 +107,12 @@ def edges(prefill: KvLayout, decode: KvLayout, transfer_id: str) -> tuple[tuple[
     return _edges_of_turn(prefill, decode, transfer_seed(transfer_id) % _turns(prefill, decode))
 
 
-def edges_from(
-    source_rank: int, prefill: KvLayout, decode: KvLayout, transfer_id: str
-) -> tuple[tuple[Edge, ...], ...]:
+def edges_from(source_rank: int, prefill: KvLayout, decode: KvLayout, transfer_id: str) -> Edges:
     """The edges that leave one prefill rank, for each layer."""
-    turn = transfer_seed(transfer_id) % _turns(prefill, decode)
-    return _edges_of_source(prefill, decode, turn, source_rank)
+    return _edges_of_source(prefill, decode, source_rank)(transfer_id)
 
 
-def local_edges(decode: KvLayout, transfer_id: str) -> tuple[tuple[Edge, ...], ...]:
+def local_edges(decode: KvLayout, transfer_id: str) -> Edges:
     """The edges from decode's leaders to the other ranks of their hosts: for each layer, by destination rank.
 
     Raises LayoutMismatch as `shards` does.
@@ -150,9 +149,7 @@ def _leader_cycle(decode_tp: int, head_count: int, width: int) -> int:
 
 
 @lru_cache(maxsize=128)
-def _edges_of_turn(
-    prefill: KvLayout, decode: KvLayout, first_turn: int
-) -> tuple[tuple[Edge, ...], ...]:
+def _edges_of_turn(prefill: KvLayout, decode: KvLayout, first_turn: int) -> Edges:
     turns = _turns(prefill, decode)
     # A layer costs ranks times ranks, so equal layers share their edges.
     shared: dict[tuple[int, int, int, int], tuple[Edge, ...]] = {}
@@ -191,7 +188,7 @@ def _leader(host: range, turn: int) -> int:
 
 
 @lru_cache(maxsize=128)
-def _local_edges_of_turn(decode: KvLayout, first_turn: int) -> tuple[tuple[Edge, ...], ...]:
+def _local_edges_of_turn(decode: KvLayout, first_turn: int) -> Edges:
     tp = decode.tensor_parallel_size
     return tuple(
         tuple(
@@ -207,13 +204,18 @@ def _local_edges_of_turn(decode: KvLayout, first_turn: int) -> tuple[tuple[Edge,
 
 
 @lru_cache(maxsize=128)
-def _edges_of_source(
-    prefill: KvLayout, decode: KvLayout, first_turn: int, source_rank: int
-) -> tuple[tuple[Edge, ...], ...]:
-    return tuple(
-        tuple(edge for edge in found if edge.source_rank == source_rank)
-        for found in _edges_of_turn(prefill, decode, first_turn)
-    )
+def _edges_of_source(prefill: KvLayout, decode: KvLayout, rank: int) -> Callable[[str], Edges]:
+    """The edges of a transfer by its id. So a transfer looks its layouts up once."""
+    turns = _turns(prefill, decode)
+
+    @lru_cache(maxsize=128)
+    def of_turn(first_turn: int) -> Edges:
+        return tuple(
+            tuple(edge for edge in found if edge.source_rank == rank)
+            for found in _edges_of_turn(prefill, decode, first_turn)
+        )
+
+    return lambda transfer_id: of_turn(transfer_seed(transfer_id) % turns)
 
 
 Dimension = Literal["layer", "part", "block", "head", "token"]

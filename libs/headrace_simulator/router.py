@@ -323,9 +323,9 @@ class SimulatedRouter:
             planned=decision.prefill,
         )
         queued = self.queue.enqueue(task, layout=self.layout, terms=terms)
-        outcome = await queued.outcome
-        if outcome.error is not None:
-            raise outcome.error
+        error = await queued.outcome
+        if error is not None:
+            raise error
 
     def _prefixes(self, job: Job) -> Mapping[WorkerRef, int]:
         """The prompt tokens that each prefill worker has cached."""

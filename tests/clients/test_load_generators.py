@@ -29,11 +29,6 @@ HERE = Path(sys.executable).parent
 pytestmark = pytest.mark.deployment
 
 
-@pytest.fixture(autouse=True)
-def state_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-
-
 async def measured(folder: Path, name: str, programs: Path, figures: str) -> Any:
     """The file of figures that the page's command `name` writes. `programs` is the first folder of PATH."""
     (command,) = (

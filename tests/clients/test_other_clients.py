@@ -17,11 +17,6 @@ NODE_CLIENT = ROOT / "tests/clients/node"
 BUF = ROOT / "node_modules/.bin/buf"
 
 
-@pytest.fixture(autouse=True)
-def state_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-
-
 @pytest.mark.node
 @pytest.mark.skipif(
     not (NODE_CLIENT / "node_modules/openai").is_dir() or shutil.which("node") is None,

@@ -41,11 +41,6 @@ SHARED = {"chat": True, "stream": True}
 TOOL = {"tool": {"a": "b"}}
 
 
-@pytest.fixture(autouse=True)
-def state_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-
-
 @asynccontextmanager
 async def served(folder: Path, *settings: tuple[str, str, str]) -> AsyncIterator[str]:
     """The URL of a deployment, which must hold nothing at the end."""

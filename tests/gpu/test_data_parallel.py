@@ -30,14 +30,11 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("engine_args", ["", "--enable-expert-parallel"])
-async def test_ranks_answer_as_vllm_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine_args: str
-) -> None:
+async def test_ranks_answer_as_vllm_alone(tmp_path: Path, engine_args: str) -> None:
     require_engines(CUDA, MODEL)
     torch = pytest.importorskip("torch")
     if torch.cuda.device_count() < len(DEVICES):
         pytest.skip(f"ranks need {len(DEVICES)} CUDA devices")
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     await answer_as_vllm_alone(tmp_path, engine_args, DEVICES)
 
 

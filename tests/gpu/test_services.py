@@ -66,11 +66,8 @@ async def test_the_demo_answers(device: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-async def test_services_answer_the_same_by_every_way(
-    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_services_answer_the_same_by_every_way(device: str, tmp_path: Path) -> None:
     require_engines(device, MODEL)
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     listen = f"127.0.0.1:{free_port()}"
     # Both ranks of a hand-over compute digests in their own memory.
     digests = ("decode", "digest", "on")

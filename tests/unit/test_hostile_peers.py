@@ -42,7 +42,7 @@ from headrace_router.workers.dials import Dials
 from headrace_router.workers.table import Worker
 from tests.component.prefill.test_puller import ScriptedWorker
 from tests.kit.link import KeptEvents
-from tests.local_channel import LocalContext
+from tests.local_channel import LocalContext, ScriptedCalls
 from tests.sim_layout import LAYOUT
 from tests.spoiled_messages import hostile_messages
 from tests.unit.kv.receive.test_receiver import Stage
@@ -53,17 +53,12 @@ _PEER = WorkerRef("d0", "a")
 _HOUR = Duration(seconds=3_600)
 
 
-class Hostile:
+class Hostile(ScriptedCalls):
     """A channel and each of its calls: reads return the messages one after the other, then nothing."""
 
     def __init__(self, *goods: Message) -> None:
         self._messages = hostile_messages(goods, COUNT, seed=7)
         self.over = asyncio.Event()
-
-    def stream_stream(self, *arguments: object, **options: object) -> Any:
-        return lambda *given, **settings: self
-
-    unary_stream = unary_unary = stream_stream
 
     def __aiter__(self) -> Any:
         return self
@@ -79,18 +74,6 @@ class Hostile:
             await asyncio.Event().wait()
         assert message is not None
         return message
-
-    async def write(self, message: Message) -> None:
-        pass
-
-    def add_done_callback(self, callback: object) -> None:
-        pass
-
-    def cancel(self) -> None:
-        pass
-
-    async def close(self, grace: float | None = None) -> None:
-        pass
 
     @property
     def channel(self) -> Any:

@@ -38,7 +38,6 @@ def on_services(model: Path) -> list[pytest.MarkDecorator]:
     """Tests of whole deployments of a model, with a state folder of their own."""
     return [
         pytest.mark.vllm,
-        pytest.mark.usefixtures("state_folder"),
         pytest.mark.timeout(280),
         pytest.mark.skipif(not model.is_dir(), reason=f"{model} is missing: make test-vllm"),
     ]
@@ -64,11 +63,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         )
 
     items.sort(key=place)
-
-
-@pytest.fixture
-def state_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
 
 
 @pytest.fixture(scope="package")

@@ -111,10 +111,9 @@ _REMOTE = inference_pb2.PREFILL_PLACEMENT_REMOTE
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("device", DEVICES)
 def test_adapters_of_run_time_answer_as_vllm_that_was_started_with_them(
-    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_job: RunJob
+    device: str, tmp_path: Path, run_job: RunJob
 ) -> None:
     require(device)
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     folder = tmp_path / "adapters"
     shutil.copytree(FOLDER, folder)
     prompts = [prompt_of(length) for length in LENGTHS]

@@ -122,11 +122,8 @@ def has_differed(it: Suite, times: int) -> bool:
 
 
 @pytest.mark.skipif(not Path("models", MODEL).is_dir(), reason="make test-vllm makes the model")
-async def test_a_deployment_goes_on_with_local_prefill_and_names_the_pair(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_deployment_goes_on_with_local_prefill_and_names_the_pair(tmp_path: Path) -> None:
     """A prefill worker with other weights, which pass the fingerprint."""
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     model = Path("models", MODEL)
     changed = tmp_path / "changed" / MODEL
     shutil.copytree(model, changed)

@@ -60,7 +60,6 @@ def test_prefill_fetches_what_decode_has_of_a_conversation_about_images(run_job:
     assert found["encoded"] == [0]
 
 
-@pytest.mark.usefixtures("state_folder")
 @pytest.mark.filterwarnings("ignore")
 async def test_the_example_has_a_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", ":".join(TORCHVISION_PATH))

@@ -33,10 +33,9 @@ pytestmark = [
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_text_over_http_equals_that_of_grpc_and_of_vllm_alone(
-    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_job: RunJob
+    device: str, tmp_path: Path, run_job: RunJob
 ) -> None:
     require(device)
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     plain = run_job("tests.vllm.plain:chat_texts", model=MODEL, prompts=PROMPTS, max_tokens=TOKENS)
     served, scored = asyncio.run(use(tmp_path, device))
     for ours, vllms in zip(scored, plain["prompt_logprobs"], strict=True):

@@ -15,7 +15,6 @@ MODEL = Path("models/tiny-llama")
 
 @pytest.mark.vllm
 @pytest.mark.timeout(280)
-@pytest.mark.usefixtures("state_folder")
 @pytest.mark.skipif(not MODEL.is_dir(), reason="the model is not there: make model")
 async def test_tenants_operator_and_idle_time_add_up_beside_a_killed_worker(tmp_path: Path) -> None:
     require("cpu")

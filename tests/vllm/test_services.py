@@ -39,7 +39,6 @@ SEEDED: dict[str, Any] = {
 }
 REQUESTS = 10
 pytestmark = [
-    pytest.mark.usefixtures("state_folder"),
     pytest.mark.timeout(280),
     pytest.mark.skipif(not MODEL.is_dir(), reason="the model is not there: make model"),
 ]

@@ -74,8 +74,8 @@ async def trace(  # noqa: PLR0913, PLR0917 - every option is one of the user's
         list[str] | None,
         typer.Argument(
             metavar="[WHICH]...",
-            help=f"{LAST} (default), {SLOWEST}, {FAILED}, a trace id or request id, {COMPARE} A B, or "
-            f"{CONVERSATION} ID: its turns.",
+            help=f"{LAST} (default), {SLOWEST}, {FAILED}, the id of a trace, request or response, {COMPARE} A B, "
+            f"or {CONVERSATION} ID: its turns.",
         ),
     ] = None,
     router: Router = DEFAULT_ROUTER,

@@ -179,7 +179,7 @@ async def drain(
     cls=AddressedCommand,
 )
 async def move(
-    request: Annotated[str, typer.Argument(help="Id of a running request.")],
+    request: Annotated[str, typer.Argument(help="Id of a running request, or of its response.")],
     worker: Annotated[
         str,
         typer.Argument(help="The decode worker for it."),

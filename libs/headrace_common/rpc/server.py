@@ -143,7 +143,7 @@ class GrpcServer:
             self.client_server = facing.server
             self._listeners.append(facing)
         self._probes = HealthListener(config.health_listen) if config.health_listen else None
-        self._health_updates = BackgroundTasks()
+        self._health_updates = BackgroundTasks("a report of health")
         self._drain_requested = asyncio.Event()
         self._drain_deadline: Deadline | None = None
         self._stop_requested = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from typing import ClassVar
 
 import grpc.aio
@@ -151,8 +152,7 @@ async def _serve(
     )
 
     async def announce(adapters: Sequence[Adapter], loaded_later: Sequence[RuntimeAdapter]) -> None:
-        announced = registry_pb2.Member()
-        announced.CopyFrom(member)
+        announced = deepcopy(member)
         del announced.adapters[:]
         announced.adapters.extend(map(adapter_to_proto, adapters))
         announced.runtime_adapters.extend(loaded_later)

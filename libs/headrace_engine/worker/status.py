@@ -7,7 +7,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +32,7 @@ from headrace_common.limits import (
     STATUS_STREAMS_OF_CALLER_MAX,
 )
 from headrace_common.process.events import EVENTS
+from headrace_common.tasks import wait_briefly
 from headrace_common.tickets import TicketKeys
 from headrace_common.time_model.model import TimeModel, time_model_to_proto
 from headrace_engine.prefix_events import PrefixEventPublisher
@@ -42,20 +43,18 @@ from headrace_kv.layout import WorkerRef
 _LOG = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class WatchedStatus:
     """A worker's status with the stall of its engine, if there is one. Logs its start and its end."""
 
-    def __init__(
-        self, status: Callable[[], worker_pb2.WatchStatusResponse], steps: StepWatch
-    ) -> None:
-        self._status = status
-        self._steps = steps
-        self._stall: Stall | None = None
+    status: Callable[[], worker_pb2.WatchStatusResponse]
+    steps: StepWatch
+    _stall: Stall | None = field(default=None, init=False)
 
     def read(self) -> worker_pb2.WatchStatusResponse:
         """The status now."""
-        status = self._status()
-        stall = self._steps.stall()
+        status = self.status()
+        stall = self.steps.stall()
         if stall is not None:
             status.stall.CopyFrom(_stall_to_proto(stall))
             if self._stall is None:
@@ -89,11 +88,9 @@ class StatusSignal:
         self._begun.set()
         self._begun = asyncio.Event()
 
-    async def wait_until(self, due_s: float) -> None:
-        """Returns at the next `notify`, or at `due_s` of the event loop's clock."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout_at(due_s):
-                await self._begun.wait()
+    async def wait(self, seconds: float) -> None:
+        """Returns at the next `notify`, after `seconds` at the latest."""
+        await wait_briefly(self._begun.wait(), seconds)
 
 
 DEFAULT_INTERVAL_S = 1.0
@@ -111,8 +108,8 @@ RESPONSE_MARGIN_S = 0.2
 class WorkerStatusServicer(worker_pb2_grpc.WorkerServiceServicer):
     """Streams the results of `snapshot`: at once, on every change, and at least once per interval.
 
-    Changes are found by polling every `POLL_S`. So the owners of requests need no list of watchers,
-    and a burst of changes is one message. An idle worker waits for `signal` instead.
+    Changes are found by polling every `POLL_S`, once for all streams. So the owners of requests need no list of
+    watchers, and a burst of changes is one message. An idle worker waits for `signal` instead.
 
     `reset_prefix_cache` is Engine's, and `change_adapter` WorkerAdapters'. `on_drain` starts a drain with the given
     grace in seconds, or with the own one for None, and returns its deadline. `ticket_keys` gets the keys of routers
@@ -132,6 +129,7 @@ class WorkerStatusServicer(worker_pb2_grpc.WorkerServiceServicer):
     _keeps_answers: bool = field(default=False, init=False)
     _streams: Counter[str] = field(default_factory=Counter, init=False)
     """Open streams by caller."""
+    _poll: asyncio.Task[worker_pb2.WatchStatusResponse] | None = field(default=None, init=False)
 
     async def WatchStatus(
         self,
@@ -145,21 +143,18 @@ class WorkerStatusServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._count_stream(context)
         if request.ticket_public_key:
             self._use_ticket_key(request.ticket_public_key, context)
-        loop = asyncio.get_running_loop()
+        status = self._status()
         while True:
-            sent = self._status()
-            stamped = self._stamped(sent)
+            stamped = self._stamped(status)
             EVENTS.add_message(stamped)
             yield stamped
-            idle = _is_idle(sent)
-            send_by = loop.time() + (interval_s if idle else min(interval_s, BUSY_INTERVAL_S))
-            while loop.time() < send_by:
-                if idle:
-                    await self.signal.wait_until(send_by)
-                else:
-                    await asyncio.sleep(min(POLL_S, max(0.0, send_by - loop.time())))
-                if self._status() != sent:
-                    break
+            sent, idle = status, _is_idle(status)
+            due = Deadline.after(interval_s if idle else min(interval_s, BUSY_INTERVAL_S))
+            while status == sent and not due.expired:
+                # The signal may have been given after that status was made.
+                if idle and self._status() == sent:
+                    await self.signal.wait(due.remaining_s())
+                status = self._status() if idle else await self._polled(due)
 
     def _count_stream(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         """Counts a stream until it ends. Raises QueueFull beyond the streams of one caller, or of all."""
@@ -194,6 +189,18 @@ class WorkerStatusServicer(worker_pb2_grpc.WorkerServiceServicer):
             raise InvalidRequest({"ticket_public_key": str(error)}) from error
         # gRPC may drop a suspended generator without closing it. The stubs' callback type is a plain class.
         context.add_done_callback(lambda _: use.end())  # type: ignore[arg-type]
+
+    async def _polled(self, due: Deadline) -> worker_pb2.WatchStatusResponse:
+        """The status after POLL_S at most, or when `due` has passed. All streams that wait share it."""
+
+        async def poll() -> worker_pb2.WatchStatusResponse:
+            await asyncio.sleep(POLL_S)
+            return self._status()
+
+        if (polling := self._poll) is None or polling.done():
+            polling = self._poll = asyncio.create_task(poll())
+        await asyncio.wait([polling], timeout=due.remaining_s())
+        return polling.result() if polling.done() else self._status()
 
     def _status(self) -> worker_pb2.WatchStatusResponse:
         status = self.snapshot()
@@ -233,18 +240,17 @@ class WorkerStatusServicer(worker_pb2_grpc.WorkerServiceServicer):
             worker_pb2.ResetPrefixCacheRequest, worker_pb2.ResetPrefixCacheResponse
         ],
     ) -> worker_pb2.ResetPrefixCacheResponse:
-        status = self.snapshot()
+        ref = self.prefix_events.ref
         if request.incarnation:
-            _check_incarnation(request.incarnation, WorkerRef(status.worker_id, status.incarnation))
+            _check_incarnation(request.incarnation, ref)
         remaining_s = Deadline.from_context(context, RESET_WAIT_S).remaining_s()
-        wait_s = min(RESET_WAIT_S, remaining_s - RESPONSE_MARGIN_S)
-        retry_until_s = asyncio.get_running_loop().time() + wait_s
+        late = Deadline.after(min(RESET_WAIT_S, remaining_s - RESPONSE_MARGIN_S))
         while not await self.reset_prefix_cache():
-            if asyncio.get_running_loop().time() >= retry_until_s:
+            if late.expired:
                 held = self.snapshot().used_blocks
                 raise DeadlineExceeded(
                     f"requests still hold {held} KV blocks: try again when the worker has less to do",
-                    metadata={"worker_id": status.worker_id, "used_blocks": str(held)},
+                    metadata={"worker_id": ref.worker_id, "used_blocks": str(held)},
                 )
             await asyncio.sleep(POLL_S)
         return worker_pb2.ResetPrefixCacheResponse()

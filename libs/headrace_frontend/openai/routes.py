@@ -16,6 +16,7 @@ from headrace_common.errors import HeadraceError, InvalidRequest
 from headrace_common.http.exchange import HttpExchange
 from headrace_common.latency.clocks import clocks_now
 from headrace_common.rpc.trace_context import SERVED
+from headrace_frontend.answers import CHAT, COMPLETION, MESSAGE
 from headrace_frontend.openai.answers import AnswerRules, permit_calls, rules_of
 from headrace_frontend.openai.block_apis.anthropic import (
     CountTokensBody,
@@ -308,7 +309,7 @@ class GenerateRoutes(_Answering):
             CompletionBody,
             lambda body: completion_requests(body, request_id_of(exchange, body)),
         )
-        head, model = self._head(body, f"cmpl-{requests[0].request_id}")
+        head, model = self._head(body, COMPLETION + requests[0].request_id)
         form = CompletionFormat(
             head,
             self._parts.codecs[model],
@@ -332,7 +333,7 @@ class GenerateRoutes(_Answering):
             codec = self._parts.codecs[model]
             return ChatFormat(head, codec, includes=body.includes, rules=rules)
 
-        await self.answer_chat(exchange, tenant, chat, "chatcmpl-", new_format)
+        await self.answer_chat(exchange, tenant, chat, CHAT, new_format)
 
     async def messages(self, exchange: HttpExchange) -> None:
         """/v1/messages."""
@@ -340,7 +341,7 @@ class GenerateRoutes(_Answering):
             exchange, MessagesBody, lambda body: with_request(exchange, chat_of(body))
         )
         await self.answer_chat(
-            exchange, tenant, chat, "msg_", lambda head, _, rules: MessagesFormat(head, rules)
+            exchange, tenant, chat, MESSAGE, lambda head, _, rules: MessagesFormat(head, rules)
         )
 
     async def answer_chat(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
 from operator import attrgetter
@@ -262,8 +263,7 @@ def with_defaults(
 
     They lack what the router does itself: it finds stop strings, for example. Stop tokens have a field of their own.
     """
-    filled = sampling_pb2.SamplingParams()
-    filled.CopyFrom(_DEFAULTS)
+    filled = deepcopy(_DEFAULTS)
     filled.MergeFrom(sampling)
     filled.max_tokens = max_tokens
     for name in _ROUTERS_FIELDS.intersection(given):

@@ -10,7 +10,7 @@ from headrace_common.errors import InternalError, ProtocolViolation
 from headrace_kv.copy_plan import BlockSpan
 from headrace_kv.layout import STATE, KvLayout
 from headrace_kv.messages import LayerRange, Reservation, first_sent_tokens
-from headrace_kv.shard_map import Edge, edges_from
+from headrace_kv.shard_map import Edge, Edges
 
 _LAYERS_NAMED_MAX = 16
 
@@ -22,16 +22,17 @@ class WritePlan:
     """
 
     def __init__(
-        self, rank: int, layout: KvLayout, decode_layout: KvLayout, reservation: Reservation
+        self, edges: Edges, layout: KvLayout, decode_layout: KvLayout, reservation: Reservation
     ) -> None:
-        transfer_id = self._transfer_id = reservation.transfer_id
+        """`edges` are those that leave the rank."""
+        self._transfer_id = reservation.transfer_id
         fault = reservation.find_fault(decode_layout)
         if fault:
-            raise ProtocolViolation(f"the reservation of {transfer_id} {fault}")
+            raise ProtocolViolation(f"the reservation of {self._transfer_id} {fault}")
         self._layout = layout
         self._decode_layout = decode_layout
         self._reservation = reservation
-        self._edges = edges_from(rank, layout, decode_layout, transfer_id)
+        self._edges = edges
         starts = self._starts = first_sent_tokens(decode_layout, reservation)
         self._destination_blocks = tuple(
             np.asarray(block_ids, dtype=np.int64) for block_ids in reservation.block_ids_by_group
@@ -39,8 +40,8 @@ class WritePlan:
         # Both by (layer, decode rank): one past the last token that was claimed, and that has landed.
         self._claimed = {
             (layer, edge.destination_rank): starts[layer]
-            for layer, edges in enumerate(self._edges)
-            for edge in edges
+            for layer, leaving in enumerate(edges)
+            for edge in leaving
         }
         self._landed = dict(self._claimed)
         end = reservation.end_token

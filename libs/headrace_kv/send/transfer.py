@@ -21,7 +21,7 @@ from headrace_kv.messages import LayerRange, Reservation, SendReport, TransferTa
 from headrace_kv.send.plan import WritePlan
 from headrace_kv.send.stream import SenderContext
 from headrace_kv.send.writes import LayerWrite, LinkRecord, SenderPeer, WriteBatch, Writes
-from headrace_kv.shard_map import edges_from
+from headrace_kv.shard_map import Edges, edges_from
 from headrace_kv.tickets import digest_seed
 from headrace_kv.transport.base import find_host
 from headrace_kv.transport.memory import kind_of
@@ -63,7 +63,8 @@ class OutgoingTransfer:
         self._hidden_state_due = target.with_hidden_state and context.rank == hidden_state_rank(
             context.layout
         )
-        # From the reservation on.
+        # From the handshake and the reservation on.
+        self._edges: Edges = ()
         self._plan: WritePlan | None = None
         self.open_again_s = _NEVER_S
         """When to repeat Open, unless decode answers before."""
@@ -125,7 +126,8 @@ class OutgoingTransfer:
         Raises LayoutMismatch when decode has no ranks to hold the heads.
         """
         rank, own = self._context.rank, self._context.layout
-        return any(edges_from(rank, own, layout, self.transfer_id)) or self._hidden_state_due
+        self._edges = edges_from(rank, own, layout, self.transfer_id)
+        return any(self._edges) or self._hidden_state_due
 
     def open(self, now_s: float) -> None:
         """Sends Open."""
@@ -143,8 +145,7 @@ class OutgoingTransfer:
         if self.stopped or self._plan is not None or layout is None:
             return
         self.message_received(message_bytes)
-        context = self._context
-        self._plan = WritePlan(context.rank, context.layout, layout, reservation)
+        self._plan = WritePlan(self._edges, self._context.layout, layout, reservation)
         self.open_again_s = _NEVER_S
         self._reserved_ns = time.monotonic_ns()
         self._send_hidden_state()

@@ -23,6 +23,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final, TypeAlias
 
+from headrace_common.tasks import repeat_after_bugs
 from headrace_kv.layout import KvLayout, engine_hash
 from headrace_kv.shard_map import shards
 from headrace_kv.tiers.pool_process import (
@@ -189,7 +190,7 @@ class RemotePool:
         self._calls: dict[int, tuple[Future[list[bool]], int]] = {}
         self._next_id = 1
         self._loop = asyncio.SelectorEventLoop()
-        self._task = self._loop.create_task(self._run())
+        self._task = self._loop.create_task(repeat_after_bugs(self._run, "the remote pool"))
         self._thread = threading.Thread(target=self._work, name="kv-pool", daemon=True)
         self._thread.start()
 
@@ -291,8 +292,8 @@ class RemotePool:
                 self._process.wait()
                 for future, count in calls.values():
                     future.set_result([False] * count)
-        if opened:
-            self._on_lost()
+                if opened:
+                    self._on_lost()
         return reason
 
     def _start(self, ours: socket.socket, theirs: socket.socket) -> subprocess.Popen[bytes]:

@@ -63,7 +63,7 @@ class Attempts:
         self._seen = SeenTransfers()
         self._live: dict[str, DecodeAttempt] = {}
         self._awaiting: dict[str, DecodeAttempt] = {}
-        self._closing = BackgroundTasks()
+        self._closing = BackgroundTasks("the end of an attempt")
         self._on_room: Callable[[], None] = lambda: None
         self._on_arrived: Callable[[DecodeAttempt], None] = lambda attempt: None
         self._on_closed: Callable[[DecodeAttempt], None] = lambda attempt: None

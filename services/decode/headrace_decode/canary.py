@@ -216,7 +216,7 @@ class Canary:
         # The latest request of each prefill worker that is due.
         self._due: dict[WorkerRef, _Candidate] = {}
         self._task: asyncio.Task[None] | None = None
-        self._rechecks = BackgroundTasks()
+        self._rechecks = BackgroundTasks("a second check of a canary")
 
     def watch(
         self, is_idle: Callable[[], bool], lease_holders: Callable[[float], Collection[WorkerRef]]

@@ -244,7 +244,7 @@ class Observer:
         self._open_channel = open_channel
         self._workers: dict[str, WorkerStatus] = {}
         self._routers: dict[str, _Router] = {}
-        self._closing = BackgroundTasks()
+        self._closing = BackgroundTasks("the end of a connection")
         self._current = False
         # Whether a worker that generates has served since the start of this observer.
         self._has_served = False

@@ -107,7 +107,7 @@ class Router:
             load,
             lambda: policy().worker_roles,
             recorder.table,
-            lambda worker: self.moves.worker_leaves(worker),  # noqa: PLW0108 - made below
+            self._worker_leaves,
         )
         self.prefixes = PrefixCacheDirectory(
             self._open_channel,
@@ -277,6 +277,9 @@ class Router:
         # Requests for other models are rejected.
         if model in self._codecs:
             self.admission.resize_slots(model, slots.available())
+
+    def _worker_leaves(self, worker: WorkerRef) -> None:
+        self.moves.worker_leaves(worker)
 
     def _new_services(self, adapters: AdapterChanges) -> RouterServices:
         config = self._config

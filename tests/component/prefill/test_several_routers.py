@@ -55,9 +55,7 @@ class QueueOfRouter:
     @property
     def ended(self) -> int:
         """Tasks that ended well."""
-        return sum(
-            task.outcome.done() and task.outcome.result().error is None for task in self.tasks
-        )
+        return sum(task.outcome.done() and task.outcome.result() is None for task in self.tasks)
 
 
 class Site:

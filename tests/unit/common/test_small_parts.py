@@ -55,10 +55,10 @@ async def test_a_loop_outlives_its_bugs_which_are_logged_and_counted(
     task = run_forever(turn, "a loop")
     await asyncio.sleep(10)
     assert (turns, task.done()) == (3, False)
-    tasks = BackgroundTasks()
+    tasks = BackgroundTasks("some work")
     tasks.start(turn())
     turns = 0
     await asyncio.sleep(0)
     await end_task(task)
-    assert BUGS.total() == before + 3
+    assert (BUGS.total(), BUGS["some work"]) == (before + 3, 1)
     assert caplog.text.count("ZeroDivisionError: as scripted") == 3

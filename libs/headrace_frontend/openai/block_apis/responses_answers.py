@@ -9,6 +9,7 @@ from itertools import accumulate
 from typing import Any, Final, TypeAlias
 
 from headrace.inference.v1 import inference_pb2, sampling_pb2
+from headrace_frontend.answers import RESPONSE
 from headrace_frontend.openai.answers import AnswerRules
 from headrace_frontend.openai.block_apis.blocks import Block, BlockFormat, BlockKind, named_event
 from headrace_frontend.openai.errors import AnyError, ErrorForm, error_bytes, error_object
@@ -183,7 +184,7 @@ class ResponsesFormat(BlockFormat):
 
     def _item_id(self, block: Block) -> str:
         prefix = {BlockKind.CALL: "fc", BlockKind.REASONING: "rs"}.get(block.kind, "msg")
-        return f"{prefix}_{self._head.id.removeprefix('resp_')}_{block.index}"
+        return f"{prefix}_{self._head.id.removeprefix(RESPONSE)}_{block.index}"
 
     def _item(self, block: Block, *, done: bool) -> dict[str, Any]:
         item: dict[str, Any] = {"id": self._item_id(block)}

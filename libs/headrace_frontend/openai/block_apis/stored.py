@@ -14,6 +14,7 @@ from pydantic import ConfigDict, Field, model_validator
 
 from headrace_common.errors import InvalidRequest, NotFound
 from headrace_common.limits import CHAT_MESSAGES_MAX
+from headrace_frontend.answers import RESPONSE
 from headrace_frontend.conversations import (
     MESSAGES,
     RESPONSE_ID_CHARACTERS_MAX,
@@ -23,7 +24,7 @@ from headrace_frontend.openai.block_apis.responses_bodies import REFERENCE, Item
 from headrace_frontend.openai.body import LenientBody, parse_body
 from headrace_frontend.store import Store, Stored
 
-PREFIXES: Final = {"responses": "resp_", "conversations": "conv_"}
+PREFIXES: Final = {"responses": RESPONSE, "conversations": "conv_"}
 """How the ids of entries begin."""
 ADDED_ITEMS_MAX: Final = 20
 _PAGE_ITEMS_MAX: Final = 100

@@ -25,7 +25,7 @@ class RouterPrefills:
         self._open_channel = open_channel
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._turns = count()
-        self._closing = BackgroundTasks()
+        self._closing = BackgroundTasks("the end of a channel to a router")
 
     @property
     def available(self) -> bool:

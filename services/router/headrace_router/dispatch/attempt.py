@@ -14,6 +14,7 @@ import grpc.aio
 
 from headrace.decode.v1 import decode_pb2, decode_pb2_grpc
 from headrace.inference.v1 import bounds_pb2, sampling_pb2
+from headrace_common.deadlines import Deadline
 from headrace_common.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -95,7 +96,7 @@ class Attempt(RunningAttempt, LinkedAnswer):
         """Whether the answer has the first token of prefill, and decode has not."""
         self._calling: asyncio.Future[Any] | None = None
         """Sends the first token of prefill to decode."""
-        self._expected: Callable[[], None] | None = None
+        self._expected: Callable[[], None] = lambda: None
         """Ends the count of the prompt in the prefill queue, once the decode worker has reserved its blocks."""
         call = self._call
         span_context = child_context(request.record.context)
@@ -130,8 +131,7 @@ class Attempt(RunningAttempt, LinkedAnswer):
         if self.successor is not None:
             self.successor.close()
             return
-        if self._expected is not None:
-            self._count_no_more()
+        self._count_no_more()
         self.load.release()
         self._link.release(self)
         if self._calling is not None:
@@ -203,14 +203,12 @@ class Attempt(RunningAttempt, LinkedAnswer):
 
     async def failure(self, error: HeadraceError) -> FailedAttempt:
         """The value that describes this attempt after it has failed with `error`."""
-        queued = self._queued
-        if queued is not None and queued.part is not None:
-            # Its report states which worker has failed. Decode's error may be earlier.
-            await asyncio.wait({queued.outcome}, timeout=_REPORT_S)
+        queued, late = self._queued, Deadline.after(_REPORT_S)
         return FailedAttempt(
             error,
             decode_worker=self.decode_worker,
-            prefill_worker=queued.failed_worker if queued is not None else None,
+            # Reports of prefill workers state which one has failed. Decode's error may be earlier.
+            prefill_worker=await queued.failed_worker(late) if queued is not None else None,
             prefill_failed=self._prefill_failed,
             decode_generated=self.generates,
         )
@@ -235,8 +233,7 @@ class Attempt(RunningAttempt, LinkedAnswer):
         """The decode worker has admitted the request, or it has the blocks of an admitted one."""
         if self.ended.done():
             return
-        if self._expected is not None:
-            self._count_no_more()
+        self._count_no_more()
         before, self._reserved = self._reserved, reserved
         if before is None:
             if self._terms is not None:
@@ -293,7 +290,7 @@ class Attempt(RunningAttempt, LinkedAnswer):
 
     def _require_success(self, queued: QueuedTask) -> None:
         """Raises the error of a prefill that fails before decode generates."""
-        error = queued.outcome.result().error
+        error = queued.outcome.result()
         if self._first_token_by == BY_PREFILL and not queued.first_token.done():
             error = error or ProtocolViolation(
                 f"prefill worker {queued.worker} did not send the first token"
@@ -378,9 +375,8 @@ class Attempt(RunningAttempt, LinkedAnswer):
         self.return_credit()
 
     def _count_no_more(self) -> None:
-        expected, self._expected = self._expected, None
-        if expected is not None:
-            expected()
+        expected, self._expected = self._expected, lambda: None
+        expected()
 
     def _explained(self, error: HeadraceError) -> HeadraceError:
         """The error with the worker's name. A client would take a rejected credential for its own API key."""

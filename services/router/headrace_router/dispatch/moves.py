@@ -28,6 +28,7 @@ from headrace_common.errors import (
     QueueFull,
 )
 from headrace_common.tasks import BackgroundTasks, report_bug
+from headrace_frontend.answers import possible_ids
 from headrace_frontend.request.response_stream import ResponseStream
 from headrace_kv.layout import STATE, WorkerRef
 from headrace_router.dispatch.attempt import Attempt
@@ -191,7 +192,7 @@ class Moves:
     """By model, what asks for its next move and the source, and since when it is planned."""
     _balanced: dict[str, asyncio.Task[None]] = field(default_factory=dict, init=False)
     """By model, the latest move that was planned."""
-    _tasks: BackgroundTasks = field(default_factory=BackgroundTasks, init=False)
+    _tasks: BackgroundTasks = field(default_factory=lambda: BackgroundTasks("a move"), init=False)
 
     async def move(self, attempt: Attempt, asker: str, worker_id: str = "") -> Move:
         """Moves the answer of an attempt that leads to the named worker, or to the cheapest.
@@ -210,12 +211,14 @@ class Moves:
             self.count(outcome, asker)
 
     async def move_request(self, request_id: str, worker_id: str) -> list[Move]:
-        """As `move`, for all answers to the request with this id. Raises Conflict if all of them have ended."""
-        found = [
-            attempt
-            for attempt in self.dispatcher.running.values()
-            if _is_of(attempt.request.prepared.request_id, request_id)
-        ]
+        """As `move`, for all answers to a request, by its id or its response's. Raises Conflict if all have ended."""
+        found: list[Attempt] = []
+        for possible_id in possible_ids(request_id):
+            found = found or [
+                attempt
+                for attempt in self.dispatcher.running.values()
+                if _is_of(attempt.request.prepared.request_id, possible_id)
+            ]
         if not found:
             raise NotFound(
                 f"no answer to request {request_id} runs on this router",

@@ -19,6 +19,7 @@ from headrace_common.durations import seconds_from_duration
 from headrace_common.errors import (
     DeadlineExceeded,
     DuplicateTransfer,
+    HeadraceError,
     InvalidRequest,
     NotFound,
     QueueFull,
@@ -38,7 +39,7 @@ from headrace_kv.prefix.cache_salt import salt_violations
 from headrace_router.dispatch.dispatcher import PolicySource, RequestDispatcher
 from headrace_router.dispatch.messages import task_to_fill
 from headrace_router.prefill_queue.queue import PrefillQueue
-from headrace_router.prefill_queue.task import QueuedTask, TaskOutcome, TaskTerms
+from headrace_router.prefill_queue.task import QueuedTask, TaskTerms
 from headrace_router.tracing.attempt_record import RoutedAttempt, WorkerClocks
 from headrace_router.workers.directory import WorkerDirectory
 from headrace_router.workers.table import Worker
@@ -107,14 +108,14 @@ class OwnPrompts:
         queued = self.queue.enqueue(task, layout=worker.layout, terms=terms)
         record = RoutedAttempt(now_us(), worker_clocks=self.clocks)
         record.enqueued(queued)
-        outcome = await _ended(queued, deadline)
-        if outcome.error is not None:
-            if isinstance(outcome.error, NotFound):
+        error = await _ended(queued, deadline)
+        if error is not None:
+            if isinstance(error, NotFound):
                 self._paused = {ref: one for ref, one in self._paused.items() if not one.expired}
                 self._paused[worker.ref] = Deadline.after(_UNRESERVED_PAUSE_S)
-            raise outcome.error
+            raise error
         record.update()
-        done = outcome.done or prefill_pb2.TaskDone()
+        done = record.done or prefill_pb2.TaskDone()
         return prefill_pb2.EnqueueResponse(
             worker_id=queued.worker.worker_id if queued.worker is not None else "",
             cached_tokens=done.cached_tokens,
@@ -167,7 +168,7 @@ class OwnPrompts:
             )
 
 
-async def _ended(queued: QueuedTask, deadline: Deadline) -> TaskOutcome:
+async def _ended(queued: QueuedTask, deadline: Deadline) -> HeadraceError | None:
     """The outcome of a task, which ends with this call at the latest. Raises DeadlineExceeded."""
     try:
         async with asyncio.timeout(deadline.remaining_s()):

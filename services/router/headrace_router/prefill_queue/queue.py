@@ -303,7 +303,7 @@ class PrefillQueue:
             stream = self.workers.get(queued.worker)
             if stream is not None:
                 stream.send_cancel(transfer_id)
-        queued.end(WorkerGone("the task was given up", metadata={"transfer_id": transfer_id}))
+        queued.settle(WorkerGone("the task was given up", metadata={"transfer_id": transfer_id}))
 
     def _group_of(self, stream: PrefillWorkerStream) -> QueueGroup:
         return self._groups[stream.group_key]
@@ -337,9 +337,7 @@ class PrefillQueue:
         """Queues a task again that its worker will not end, unless its transfer may be open."""
         group = self._group_of(stream)
         group.task_ended(stream, queued)
-        if queued.outcome.done():
-            return
-        if queued.has_started or queued.returns_left < 1:
+        if queued.outcome.done() or queued.has_started or queued.returns_left < 1:
             queued.end(error, done)
             return
         queued.returned_from(stream.ref)

@@ -6,6 +6,7 @@ import asyncio
 import heapq
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
@@ -28,14 +29,6 @@ SignTask: TypeAlias = Callable[[prefill_pb2.PrefillTask, WorkerRef, bytes], byte
 """The handoff ticket of a task for a prefill worker. The last argument is the hash of its layout."""
 TaskOrder: TypeAlias = tuple[int, float, int]
 """Tasks of a tenant and class are handed out in this order, smallest first. It is unique for each task."""
-
-
-@dataclass(frozen=True, slots=True)
-class TaskOutcome:
-    """How a task ended. `error` is None when its whole KV cache was handed over."""
-
-    error: HeadraceError | None
-    done: prefill_pb2.TaskDone | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +115,10 @@ class QueuedTask:
         """The task of another worker that computes the tokens before its own at the same time."""
         self._on_failed: tuple[Callable[[], None], ...] = ()
         loop = asyncio.get_running_loop()
-        self.outcome: asyncio.Future[TaskOutcome] = loop.create_future()
+        # The error, None when the whole KV cache was handed over.
+        self.outcome: asyncio.Future[HeadraceError | None] = loop.create_future()
+        self._report: asyncio.Future[prefill_pb2.TaskDone | None] = loop.create_future()
+        """What the worker has reported at the end of the task. None: it will report nothing."""
         self.first_token: asyncio.Future[prefill_pb2.FirstToken] = loop.create_future()
         """For a task with `sampling`: settled before `outcome`, unless the outcome is an error."""
         self._preferred_workers: list[WorkerRef] | None = None
@@ -205,8 +201,7 @@ class QueuedTask:
 
     def part_task(self, end_token: int) -> prefill_pb2.PrefillTask:
         """A task for the tokens before `end_token`, as yet for no worker."""
-        task = prefill_pb2.PrefillTask()
-        task.CopyFrom(self.task)
+        task = deepcopy(self.task)
         for name in ("sampling", "send_hidden_state", "start_token"):
             task.ClearField(name)
         # As of a prefix that is fetched.
@@ -235,17 +230,20 @@ class QueuedTask:
         self.end_on_failure(self.part.cancel)
         return self.part
 
-    @property
-    def failed_worker(self) -> WorkerRef | None:
+    async def failed_worker(self, late: Deadline) -> WorkerRef | None:
         """The worker by which the task has failed: of two that compute it, the one that the reports of its parts state.
 
+        Waits for these until `late`: a part that was given up has an outcome before the report of its worker.
         None when a stream between them has ended: of these, the one that is gone is not asked again.
         """
-        done = self.outcome.result().done if self.outcome.done() else None
-        if self.part is None or done is None or not done.failed_part:
+        if self.part is None:
+            return self.worker
+        await asyncio.wait({self._report}, timeout=late.remaining_s())
+        done = self._report.result() if self._report.done() else None
+        if done is None or not done.failed_part:
             return self.worker
         in_part = done.failed_part == prefill_pb2.FAILED_PART_FIRST
-        return self.part.failed_worker if in_part else None
+        return await self.part.failed_worker(late) if in_part else None
 
     def returned_from(self, ref: WorkerRef) -> None:
         """The worker returned the task unopened. The task goes to the front, and never to that worker again."""
@@ -260,13 +258,19 @@ class QueuedTask:
 
     def end(self, error: HeadraceError | None, done: prefill_pb2.TaskDone | None = None) -> None:
         """Settles the outcome. Only the first call counts, and the report of a task that was given up."""
-        self.ended_ns = time.monotonic_ns()
-        if not self.outcome.done():
-            self.outcome.set_result(TaskOutcome(error, done))
-            if error is not None:
-                self._failed()
+        self.settle(error)
+        if not self._report.done():
+            self._report.set_result(done)
         if done is not None:
             self._on_report(done)
+
+    def settle(self, error: HeadraceError | None) -> None:
+        """Settles the outcome, of which only the first counts. The worker may still report the end."""
+        self.ended_ns = time.monotonic_ns()
+        if not self.outcome.done():
+            self.outcome.set_result(error)
+            if error is not None:
+                self._failed()
 
     def _failed(self) -> None:
         stops, self._on_failed = self._on_failed, ()

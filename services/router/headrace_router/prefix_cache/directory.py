@@ -246,7 +246,7 @@ class PrefixCacheDirectory:
         self._feeds: dict[_FeedKey, KvEventFeed] = {}
         self.faults: dict[WorkerRef, str] = {}
         """Workers that hash blocks in another way than this router, with the reason. Their caches do not count."""
-        self._closing = BackgroundTasks()
+        self._closing = BackgroundTasks("the end of a feed of prefixes")
         self._upkeep: asyncio.Task[None] | None = None
         self._closed = False
 

@@ -114,6 +114,7 @@ class RoutedAttempt(AttemptRecord):
     """Of further requests to its decode worker."""
     prefill_worker_id: str = ""
     tasks_ahead: int = 0
+    task_tokens: int = 0
     priority: str = ""
     done: prefill_pb2.TaskDone | None = None
     """What the prefill worker has reported at its end."""
@@ -125,9 +126,7 @@ class RoutedAttempt(AttemptRecord):
 
     @property
     def prefill_cached_tokens(self) -> int:
-        queued = self._queued
-        ended = queued.outcome.result() if queued is not None and queued.outcome.done() else None
-        return ended.done.cached_tokens if ended is not None and ended.done is not None else 0
+        return self.done.cached_tokens if self.done is not None else 0
 
     @property
     def report_bytes(self) -> int:
@@ -173,7 +172,7 @@ class RoutedAttempt(AttemptRecord):
             self.done = self.done or done
             self.charge_late(done.receipt)
 
-        self._queued, self.outcome = task, task.outcome
+        self._queued, self.outcome, self.task_tokens = task, task.outcome, task.tokens
         task.report_end(ended)
         for part in task.parts:
             part.report_end(partial(part_ended, part))
@@ -212,13 +211,10 @@ class RoutedAttempt(AttemptRecord):
                 self.differences[worker_id] = known._replace(ahead_ns=ahead_ns)
 
     def receipt(self) -> AttemptReceipt:
-        queued, done = self._queued, self.done
-        if done is None and queued is not None and queued.outcome.done():
-            done = queued.outcome.result().done
         tasks = [one[:3] for one in self.parts]
         decode = self.worker_id("decode")
-        if done is not None:
-            tasks.append((self.prefill_worker_id, decode, done))
+        if self.done is not None:
+            tasks.append((self.prefill_worker_id, decode, self.done))
         sent = [(source, destination, one.payload_bytes) for source, destination, one in tasks]
         sent += [(one.source, decode, one.payload_bytes) for one in self.fetches]
         links = [
@@ -253,11 +249,9 @@ class RoutedAttempt(AttemptRecord):
         self.decode = decode_steps(times, self._received_us(clock, worker_id, received_ns))
 
     def _add_prefill(self, queued: QueuedTask, worker_id: str) -> None:
-        done = queued.outcome.result().done if queued.outcome.done() else None
         first = queued.first_token.result() if queued.first_token.done() else None
-        report = done if done is not None and done.HasField("times") else first
+        report = self.done if self.done is not None and self.done.HasField("times") else first
         steps = self._steps_of(queued, worker_id, report)
-        self.done = done or self.done
         if steps is None:
             return
         self.prefill = steps
@@ -379,14 +373,13 @@ class RoutedAttempt(AttemptRecord):
     def _prefill_spans(
         self, request: RequestRecord, maker: SpanMaker, parent: SpanContext, decision: Decision
     ) -> Iterator[ReadableSpan]:
-        tokens = request.prompt_tokens + self.generated_tokens
         own = PrefillTaskRecord(
             self.prefill_worker_id,
             decision.worker.ref.worker_id,
             self.done or prefill_pb2.TaskDone(),
             self.prefill,
             max((one.end_token for one in self.parts), default=0),
-            decision.computes_from or tokens,
+            self.task_tokens,
         )
         for task in (*self.parts, own):
             yield from task_spans(task, maker, parent, _ids(self, request))

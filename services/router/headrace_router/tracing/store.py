@@ -12,6 +12,7 @@ from headrace.inference.v1 import trace_pb2
 from headrace_common.errors import InvalidRequest, NotFound
 from headrace_common.limits import PAGE_SIZE_MAX
 from headrace_common.trace_view.reading import whole_number
+from headrace_frontend.answers import possible_ids
 from headrace_frontend.running.record import RequestRecord
 from headrace_router.tracing.comparison import compare
 from headrace_router.tracing.record import (
@@ -129,21 +130,21 @@ class TraceStore:
             self._report(dropped)
 
     def get(self, name: str) -> trace_pb2.Trace:
-        """The trace with this trace id or request id. The newest for an empty name. Raises NotFound."""
+        """The trace with this id of a trace, a request or a response. The newest for an empty name. Raises NotFound."""
         with self._lock:
             stored = self._newest_first()
-            found = next(
-                (one for one in stored if name in ("", one[0])),
-                next((one for one in stored if name in one[1].names), None),
-            )
-            if found is None:
+            named = [
+                *(one for one in stored if name in ("", one[0])),
+                *(one for known in possible_ids(name) for one in stored if known in one[1].names),
+            ]
+            if not named:
                 raise NotFound(
                     f"no trace {name!r} is stored; only the last {self._limits.traces} are"
                     if name
                     else "no trace is stored yet",
                     metadata={"id": name},
                 )
-            trace_id, record = found
+            trace_id, record = named[0]
             trace, contents = record.summary(trace_id), record.contents()
             others = [request for _, one in stored for request in reversed(one.requests)]
         trace.spans.extend(contents.spans())

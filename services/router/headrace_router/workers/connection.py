@@ -7,8 +7,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import suppress
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import grpc
 import grpc.aio
@@ -20,7 +19,7 @@ from headrace_common.limits import CLOCK_OFFSET_NOTED_S
 from headrace_common.process.events import EVENTS
 from headrace_common.process.pacing import SHORTEST_S, LoopLoad, must_change
 from headrace_common.rpc.channel import ping_timeout_s
-from headrace_common.tasks import run_forever, wait_silent
+from headrace_common.tasks import end_task, run_forever, wait_silent
 from headrace_common.time_model.model import time_model_from_proto
 from headrace_kv.layout import WorkerRef
 from headrace_router.decode_link.link import DecodeLinks
@@ -275,10 +274,8 @@ class WorkerConnection:
 
     async def close(self) -> None:
         """Closes the channel."""
-        self._watch.cancel()
         self._watch_silence.cancel()
-        with suppress(asyncio.CancelledError):
-            await self._watch
+        await end_task(self._watch)
         await self._close_channel()
 
     async def _close_channel(self) -> None:
@@ -312,17 +309,17 @@ class WorkerConnection:
         self.stuck = stuck
 
     async def _find_silence(self) -> None:
+        def silent_since_s() -> float | None:
+            """None while no status is due, and once the silence was found."""
+            if not (self._routed_count and self.has_reported) or self.stuck:
+                return None
+            return max(self._status_s, self._routed_since_s)
+
         limit_s = _SILENCE_S + ping_timeout_s()
         while True:
-            silent_s = await wait_silent(self._silent_since_s, limit_s)
+            silent_s = await wait_silent(silent_since_s, limit_s)
             self._set_stuck(f"it has sent no status for {silent_s:.1f} s")
             self._on_status(self)
-
-    def _silent_since_s(self) -> float | None:
-        """None while no status is due, and once the silence was found."""
-        if not (self._routed_count and self.has_reported) or self.stuck:
-            return None
-        return max(self._status_s, self._routed_since_s)
 
     async def _watch_status(self) -> None:
         while True:
@@ -376,20 +373,24 @@ class WorkerConnection:
         self._heard_s = asyncio.get_running_loop().time()
         if status is grpc.aio.EOF or status.incarnation != self.worker.ref.incarnation:
             return None
-        found: worker_pb2.WatchStatusResponse = status
-        return found
+        return cast("worker_pb2.WatchStatusResponse", status)
 
     def _due_s(self) -> float:
         """When the worker counts as unreachable, unless a status comes before. By the event loop's clock."""
         status = self._status
-        if status is None or status.running_requests + status.waiting_requests:
-            return self._heard_s + _STATUS_TIMEOUT_S
-        if self._interval_s <= SHORTEST_S:
+        busy = status is None or status.running_requests + status.waiting_requests
+        if busy or self._interval_s <= SHORTEST_S:
             return self._heard_s + _STATUS_TIMEOUT_S
         idle_s = self._heard_s + self._interval_s + _IDLE_MARGIN_S
         if not self._routed_count:
             return idle_s
         return min(idle_s, max(self._heard_s, self._routed_since_s) + _STATUS_TIMEOUT_S)
+
+    def wait_longer(self, seconds: float) -> None:
+        """The event loop has stood still for so long. What the worker has sent meanwhile may wait to be read."""
+        self._heard_s += seconds
+        self._routed_since_s += seconds
+        self._update_due()
 
     def _update_due(self) -> None:
         if self._reading is not None and not self._reading.expired():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ from headrace_common.deadlines import Deadline
 from headrace_common.process.pacing import LoopLoad, heartbeat_interval_s
 from headrace_common.registry.adapters import adapters_from_proto
 from headrace_common.registry.duties import GENERATE, WorkerRoles, role_by_policy
-from headrace_common.tasks import wait_briefly
+from headrace_common.tasks import OWN_DELAY_S, wait_briefly
 from headrace_frontend.request.model_names import Adapters
 from headrace_kv.layout import KvLayout, WorkerRef, layout_from_proto
 from headrace_router.workers.connection import LoadReservation, WorkerConnection
@@ -79,6 +80,7 @@ class WorkerAvailability:
 
 # A new table costs a time that grows with the number of workers. Workers that join together share one.
 _REBUILD_INTERVAL_S: Final = 0.05
+_TICK_S: Final = 0.25
 _LAYOUTS_MAX: Final = 64
 _NO_WORKERS: Final = LoadTable(())
 
@@ -143,15 +145,15 @@ class WorkerDirectory:
         # Of workers that are stuck. Their requests leave as soon as another worker can have them.
         self._stuck: set[WorkerConnection] = set()
         self._router_count = 1
-        self._loaded = False
         self._rebuild: asyncio.TimerHandle | None = None
+        self._ticking: asyncio.TimerHandle | None = None
         self._next_rebuild_s = 0.0
 
     def update(self, members: Iterable[registry_pb2.Member]) -> None:
         """Replaces the decode workers by the registry's. Requests on workers that left continue."""
-        if not self._loaded:
-            self._loaded = True
+        if self._ticking is None:
             self._availability.start()
+            self._tick()
         members = tuple(members)
         routers = sum(member.role == registry_pb2.Member.ROLE_ROUTER for member in members)
         changed = self._router_count != max(1, routers)
@@ -309,11 +311,20 @@ class WorkerDirectory:
 
     async def close(self) -> None:
         """Closes every channel."""
-        if self._rebuild is not None:
-            self._rebuild.cancel()
-            self._rebuild = None
+        for timer in (self._rebuild, self._ticking):
+            if timer is not None:
+                timer.cancel()
         connections, self._connections = list(self._connections.values()), {}
         await asyncio.gather(*(connection.close() for connection in connections))
+
+    def _tick(self, due_s: float = math.inf) -> None:
+        """No worker is late because this event loop is. Called before the timers of workers that are due later."""
+        loop = asyncio.get_running_loop()
+        if (late_s := loop.time() - due_s) > OWN_DELAY_S:
+            for connection in self._connections.values():
+                connection.wait_longer(late_s)
+        due_s = loop.time() + _TICK_S
+        self._ticking = loop.call_at(due_s, self._tick, due_s)
 
     def _schedule_rebuild(self) -> None:
         """Rebuilds the tables soon: at once after a pause, else with all that report meanwhile."""

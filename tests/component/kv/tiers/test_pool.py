@@ -11,11 +11,13 @@ from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
+from queue import SimpleQueue
 
 import psutil
 import pytest
 
 from headrace_common.errors import ConfigError
+from headrace_common.tasks import BUGS
 from headrace_kv.tiers.pool import RemotePool, pool_secret
 from headrace_kv.tiers.pool_process import SEAL_BYTES, PoolMemory, PoolSetup, SharedArena, Slots
 from headrace_kv.tiers.pool_server import StoreServer
@@ -186,6 +188,19 @@ def connects(host: str, port: int) -> bool:
     except OSError:
         return False
     return True
+
+
+def test_a_pool_starts_again_after_a_bug(monkeypatch: pytest.MonkeyPatch) -> None:
+    starts = SimpleQueue[int]()
+
+    def start(pool: RemotePool, *ends: socket.socket) -> None:
+        starts.put(1)
+        raise ZeroDivisionError("as scripted")
+
+    monkeypatch.setattr(RemotePool, "_start", start)
+    with pool_of("127.0.0.1:1", Memory()):
+        assert starts.get(timeout=LONG_S) + starts.get(timeout=LONG_S) == 2
+    assert BUGS.pop("the remote pool")
 
 
 async def test_no_port_of_the_store_or_a_client_serves_other_addresses(store: Store) -> None:

@@ -25,13 +25,12 @@ from headrace_common.access.tokens import (
 from headrace_common.errors import ConfigError
 from headrace_common.http.bounds import HttpBounds
 from headrace_common.http.server import HttpServer
-from headrace_common.process.settings import load_config
 from headrace_common.rpc.channel import open_channel
 from headrace_router.adapters import AdapterChanges, no_registry
-from headrace_router.config import RouterConfig
 from headrace_router.status.app import StatusApp
 from headrace_router.status.reader import StatusReader
 from headrace_router.workers.table import LoadTable
+from tests.component.common.http.test_server import config_of
 from tests.suite.certificates import Authority
 
 DOCUMENT = b'{"secret":"topology"}'
@@ -40,13 +39,6 @@ DOCUMENT = b'{"secret":"topology"}'
 class FixedReader:
     async def read(self) -> bytes:
         return DOCUMENT
-
-
-def config_of(**settings: str) -> RouterConfig:
-    flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
-    return load_config(
-        RouterConfig, ["--model=sim", *flags], prog="test", env_prefix="HEADRACE_TEST_ROUTER_"
-    )
 
 
 @asynccontextmanager

@@ -30,6 +30,7 @@ from headrace_common.rpc.field_bounds import (
     find_excess,
 )
 from headrace_common.rpc.status import error_from_rpc
+from tests.local_channel import ScriptedCalls
 
 _FLOATS = (FieldDescriptor.TYPE_DOUBLE, FieldDescriptor.TYPE_FLOAT)
 # Larger values take a while to make, and the check of their length is the same.
@@ -181,17 +182,12 @@ def spoil(message: Any) -> bool:
     )
 
 
-class _Answering:
+class _Answering(ScriptedCalls):
     """A channel, and each of its calls, on which one response arrives."""
 
     def __init__(self, response: Message) -> None:
         self._response = response
         self.cancelled = False
-
-    def unary_unary(self, *arguments: object, **options: object) -> Any:
-        return lambda *given, **settings: self
-
-    unary_stream = stream_unary = stream_stream = unary_unary
 
     def __await__(self) -> Generator[Any, Any, Message]:
         yield from asyncio.sleep(0).__await__()
@@ -202,9 +198,6 @@ class _Answering:
 
     async def read(self) -> Message:
         return self._response
-
-    def add_done_callback(self, callback: object) -> None:
-        pass
 
     def cancel(self) -> None:
         self.cancelled = True

@@ -94,6 +94,24 @@ async def test_a_worker_with_requests_sends_every_second_and_an_idle_one_every_i
 
 
 @virtually
+async def test_all_streams_of_a_worker_with_requests_share_one_poll() -> None:
+    made = 0
+
+    def snapshot() -> worker_pb2.WatchStatusResponse:
+        nonlocal made
+        made += 1
+        return worker_pb2.WatchStatusResponse(running_requests=1, used_blocks=made // 100)
+
+    servicer, request = status_of(snapshot, StatusSignal()), worker_pb2.WatchStatusRequest()
+    context: Any = LocalContext()
+    streams = [aiter(servicer.WatchStatus(request, context)) for _ in range(10)]
+    for _ in range(3):
+        await asyncio.gather(*map(anext, streams))
+    seconds = time.monotonic() - START_S
+    assert made <= 3 * len(streams) + seconds / POLL_S
+
+
+@virtually
 async def test_a_stall_is_sent_with_its_age_until_the_engine_steps() -> None:
     steps = StepWatch(5.0)
     worker = Worker(60)

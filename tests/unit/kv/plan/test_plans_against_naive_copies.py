@@ -33,7 +33,7 @@ from headrace_kv.messages import LayerRange, Reservation
 from headrace_kv.receive.ledger import LayerLanded, Ledger, LocalLedger
 from headrace_kv.receive.local_broadcast import LocalBroadcast, LocalJob, copy_in_process
 from headrace_kv.send.plan import WritePlan
-from headrace_kv.shard_map import HEAD_OUTER, heads_held, place_regions
+from headrace_kv.shard_map import HEAD_OUTER, edges_from, heads_held, place_regions
 from tests.in_memory_transport import InMemoryTransport, MemoryFabric
 
 SPARE_BLOCKS = 2
@@ -269,7 +269,8 @@ def send(
     written: list[NDArray[np.uint8]],
 ) -> None:
     """Does what a rank's sender does, chunk by chunk, and notes every byte written."""
-    plan = WritePlan(rank, source.layout, target.layout, reservation)
+    edges = edges_from(rank, source.layout, target.layout, reservation.transfer_id)
+    plan = WritePlan(edges, source.layout, target.layout, reservation)
     planners = [CopyPlanner(source.memories[rank], memory) for memory in target.memories]
     begin = 0
     for end in ends:

@@ -111,6 +111,20 @@ def test_both_sides_compute_the_same_plan(
         assert sorted(map(repr, sent)) == sorted(map(repr, planned))
 
 
+def test_a_transfer_looks_its_layouts_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[KvLayout] = []
+    pair = make_layout(4, 8), make_layout(2, 8)
+    found = edges_from(0, *pair, "x")
+
+    def hash_of(layout: KvLayout) -> int:
+        hashed.append(layout)
+        return layout._hash
+
+    monkeypatch.setattr(KvLayout, "__hash__", hash_of)
+    assert edges_from(0, *pair, "x") == found
+    assert hashed == [*pair]
+
+
 def test_four_prefill_ranks_send_to_two_decode_ranks() -> None:
     found = edges(make_layout(4, 8), make_layout(2, 8), "x")[0]
     assert list(found) == [Edge(rank, rank // 2, 0, 2 * (rank % 2), 2) for rank in range(4)]

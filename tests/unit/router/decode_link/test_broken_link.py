@@ -16,34 +16,22 @@ from headrace_common.errors import Cancelled, HeadraceError, WorkerGone
 from headrace_common.process.pacing import LoopLoad
 from headrace_router.decode_link.link import DecodeLink
 from tests.kit.link import KeptEvents
+from tests.local_channel import ScriptedCalls
 
 
-class _Call:
-    """A stream of which every read fails once a request was written."""
+class _Call(ScriptedCalls):
+    """A channel with a stream of which every read fails once a request was written."""
 
     def __init__(self, failure: BaseException) -> None:
         self._failure = failure
         self._written = asyncio.Event()
 
-    async def write(self, request: decode_pb2.LinkRequest) -> None:
+    async def write(self, message: decode_pb2.LinkRequest) -> None:
         self._written.set()
 
     async def read(self) -> Any:
         await self._written.wait()
         raise self._failure
-
-    def cancel(self) -> None:
-        pass
-
-
-class _Channel:
-    def __init__(self, call: _Call) -> None:
-        self._call = call
-
-    def stream_stream(self, *arguments: object, **options: object) -> Any:
-        return lambda: self._call
-
-    unary_stream = unary_unary = stream_stream
 
 
 def _from_grpc(code: grpc.StatusCode) -> grpc.aio.AioRpcError:
@@ -52,7 +40,7 @@ def _from_grpc(code: grpc.StatusCode) -> grpc.aio.AioRpcError:
 
 
 async def _failure_on(failure: BaseException) -> HeadraceError:
-    channel: Any = _Channel(_Call(failure))
+    channel: Any = _Call(failure)
     link, sink = DecodeLink(channel, lambda _: None, LoopLoad()), KeptEvents()
     link.open(decode_pb2.GenerateRequest(), inference_pb2.TokenIds(), Deadline.after(10), {}, sink)
     try:
@@ -83,7 +71,7 @@ async def test_a_broken_link_is_a_lost_worker(failure: BaseException) -> None:
 
 
 async def test_a_link_that_this_router_closes_is_none() -> None:
-    channel: Any = _Channel(_Call(asyncio.CancelledError()))
+    channel: Any = _Call(asyncio.CancelledError())
     link, sink = DecodeLink(channel, lambda _: None, LoopLoad()), KeptEvents()
     link.open(decode_pb2.GenerateRequest(), inference_pb2.TokenIds(), Deadline.after(10), {}, sink)
     await link.close()

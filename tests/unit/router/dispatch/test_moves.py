@@ -101,3 +101,12 @@ async def test_an_answer_rests_after_a_move_that_met_a_bug(monkeypatch: pytest.M
     it.worker_leaves(own.ref)
     await asyncio.sleep(5)
     assert (tries, it.leaving) == (2, set())
+
+
+async def test_the_id_of_a_response_finds_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def move(self: Moves, attempt: Any, asker: str, worker_id: str) -> Any:
+        return asker
+
+    monkeypatch.setattr(Moves, "move", move)
+    for name in ("r", "cmpl-r", "chatcmpl-r", "resp_r", "msg_r"):
+        assert [*map(str, await moves_of(Answer("a")).move_request(name, ""))] == ["operator"]

@@ -10,6 +10,7 @@ import pytest
 
 from headrace.prefill.v1 import prefill_pb2
 from headrace.registry.v1 import registry_pb2
+from headrace_common.deadlines import Deadline
 from headrace_common.time_model.model import HandoverTimes, StepTimes, TimeModel
 from headrace_kv.layout import WorkerRef
 from headrace_router.prefill_queue.queue import PrefillQueue
@@ -169,12 +170,17 @@ async def test_a_failed_part_ends_those_before_and_the_next_worker_computes_its_
 
 @pytest.mark.parametrize("first", ["x.prefix.prefix", "x.prefix", "x"])
 @pytest.mark.parametrize("ended", [False, True], ids=["lost", "stream"])
-async def test_the_worker_of_the_part_that_failed_first_has_failed(first: str, ended: bool) -> None:
+@pytest.mark.parametrize("order", [1, -1], ids=["first report first", "last report first"])
+async def test_the_worker_of_the_part_that_failed_first_has_failed(
+    first: str, ended: bool, order: int
+) -> None:
     queue, streams = pair(2_048)
     queued = add_long(queue)
     names = ["x.prefix.prefix", "x.prefix", "x"]
     by = {name: one for one in streams for name in sent(one)}
-    for name in names[names.index(first) :]:
+    failed = asyncio.ensure_future(queued.failed_worker(Deadline.after(1.0)))
+    for name in names[names.index(first) :][::order]:
+        await asyncio.sleep(0)
         done = prefill_pb2.TaskDone(transfer_id=name, reason="TRANSFER_FAILED")
         if name != first:
             done.failed_part = prefill_pb2.FAILED_PART_FIRST
@@ -182,7 +188,7 @@ async def test_the_worker_of_the_part_that_failed_first_has_failed(first: str, e
             done.failed_part = prefill_pb2.FAILED_PART_STREAM
         queue.task_started(by[name], name)
         queue.task_ended(by[name], done)
-    assert queued.failed_worker == (None if ended else by[first].ref)
+    assert await failed == (None if ended else by[first].ref)
 
 
 async def test_a_task_that_its_worker_returns_is_not_divided_again() -> None:

@@ -177,19 +177,19 @@ async def test_cancelling_removes_a_waiting_task_and_stops_a_running_one() -> No
 async def test_the_outcome_of_a_task_is_the_report_of_its_worker() -> None:
     queue, (stream,) = pulling(3)
     good, bad, invalid = add(queue, "a"), add(queue, "b"), add(queue, "c")
+    reports: list[prefill_pb2.TaskDone] = []
+    good.report_end(reports.append)
     queue.task_ended(stream, prefill_pb2.TaskDone(transfer_id="a", payload_bytes=7))
     end(queue, stream, "b", "TRANSFER_FAILED", "refused")
     end(queue, stream, "unknown")
     queue.task_started(stream, "unknown")
-    outcome = await good.outcome
-    assert outcome.error is None
-    assert outcome.done is not None
-    assert outcome.done.payload_bytes == 7
-    error = (await bad.outcome).error
+    assert await good.outcome is None
+    assert [one.payload_bytes for one in reports] == [7]
+    error = await bad.outcome
     assert isinstance(error, TransferFailed)
     assert error.detail == "refused"
     end(queue, stream, "c", "INVALID_FIELD", "too long")
-    error = (await invalid.outcome).error
+    error = await invalid.outcome
     assert isinstance(error, InvalidRequest)
     assert error.violations == {"prompt": "too long"}
 
@@ -200,15 +200,15 @@ async def test_a_lost_worker_fails_its_open_tasks_and_those_that_only_it_could_t
     picky = add(queue, "c", 3, avoid=frozenset({other.ref}))
     queue.task_started(lost, "a")
     queue.remove_worker(lost)
-    error = (await running.outcome).error
+    error = await running.outcome
     assert error is not None
     assert "vanished with task a" in error.detail
     assert error.metadata["worker_id"] == "p0"
-    assert isinstance((await picky.outcome).error, WorkerGone)
+    assert isinstance(await picky.outcome, WorkerGone)
     assert not waiting.outcome.done()
     assert queue.depth == 1
     queue.remove_worker(other)
-    assert isinstance((await waiting.outcome).error, WorkerGone)
+    assert isinstance(await waiting.outcome, WorkerGone)
 
 
 async def test_unopened_tasks_of_a_lost_worker_go_to_the_front_under_the_same_transfer() -> None:
@@ -221,13 +221,13 @@ async def test_unopened_tasks_of_a_lost_worker_go_to_the_front_under_the_same_tr
         task.queued_s -= 40
     queue.remove_worker(lost)
     assert max(queue.oldest_ages_s().values()) == pytest.approx(40.0, abs=1.0)
-    assert isinstance((await held[0].outcome).error, WorkerGone)
+    assert isinstance(await held[0].outcome, WorkerGone)
     queue.add_credits(other, 20)
     assert sent(other) == [f"t{i}" for i in (1, 2, 4, 5, 6, 7, 8, 9)] + ["urgent"]
     for task in (*held, urgent):
         if task not in (held[0], held[3]):
             end(queue, other, task.task.transfer_id)
-            assert (await task.outcome).error is None
+            assert await task.outcome is None
 
 
 async def test_a_task_is_returned_at_most_returns_max_times() -> None:
@@ -238,7 +238,7 @@ async def test_a_task_is_returned_at_most_returns_max_times() -> None:
         queue.remove_worker(worker)
         if following is not workers[3]:
             queue.add_credits(following, 1)
-    assert "vanished" in str((await task.outcome).error)
+    assert "vanished" in str(await task.outcome)
 
 
 async def test_front_tasks_go_before_the_others() -> None:
@@ -261,7 +261,7 @@ async def test_a_draining_worker_returns_rejected_tasks_and_gets_no_more() -> No
     assert where(refused) == other.ref
     # The transfer of a started task may be open.
     end(queue, draining, "b", "DRAINING", "no more")
-    assert isinstance((await running.outcome).error, Draining)
+    assert isinstance(await running.outcome, Draining)
     queue.remove_worker(draining)
 
 
@@ -326,8 +326,8 @@ async def test_waiting_tasks_fail_when_the_last_worker_drains() -> None:
     queue, (draining,) = pulling(1)
     refused, waiting = add(queue, "a", returns_max=1), add(queue, "b")
     end(queue, draining, "a", "DRAINING")
-    assert isinstance((await refused.outcome).error, WorkerGone)
-    assert isinstance((await waiting.outcome).error, WorkerGone)
+    assert isinstance(await refused.outcome, WorkerGone)
+    assert isinstance(await waiting.outcome, WorkerGone)
     with pytest.raises(WorkerGone):
         add(queue, "c")
 

@@ -15,6 +15,7 @@ from headrace.inference.v1 import first_token_pb2, inference_pb2, sampling_pb2
 from headrace.prefill.v1 import prefill_pb2
 from headrace_common.deadlines import Deadline
 from headrace_common.latency.parts import TimePart
+from headrace_common.telemetry import schema
 from headrace_frontend.running.attempt import AdmittedRequest, AttemptOutcome, finish_response
 from headrace_frontend.running.record import RequestRecord
 from headrace_kv.layout import WorkerRef
@@ -32,7 +33,9 @@ STOP = sampling_pb2.FINISH_REASON_STOP
 def queued_task() -> QueuedTask:
     layout: Any = None
     terms = TaskTerms(time.monotonic() + 9)
-    return QueuedTask(prefill_pb2.PrefillTask(), layout, terms, 1, lambda task: None)
+    return QueuedTask(
+        prefill_pb2.PrefillTask(token_ids=range(19)), layout, terms, 1, lambda task: None
+    )
 
 
 def response_at(first_ns: int) -> Any:
@@ -50,6 +53,8 @@ async def started(clocks: WorkerClocks) -> tuple[RequestRecord, QueuedTask, int]
         arrival_unix_ns=time.time_ns(),
         request_id="r",
         context=SpanContext(1, 2, False),
+        # The decode worker computes the last one.
+        prompt_tokens=20,
     )
     attempt = RoutedAttempt(start_ns // 1_000, worker_clocks=clocks)
     record.attempts.append(attempt)
@@ -97,6 +102,10 @@ async def test_a_breakdown_waits_for_the_prefill_workers_report() -> None:
         assert abs(difference.ahead_ns + own_ns - ahead_ns) <= difference.error_ns + 10**6
     record.when_reported(lambda: calls.append(2))
     assert calls == [1, 2]
+    attempt: Any = record.attempts[0]
+    attempt.context = record.context
+    _, compute = attempt.worker_spans(record, "prefill")
+    assert compute.attributes[schema.ATTRIBUTE_TOKENS] == 19
 
 
 async def test_the_usage_counts_what_either_worker_has_cached() -> None:

@@ -66,7 +66,7 @@ def test_the_last_link_is_named_without_spans_of_the_worker() -> None:
     )
     facts.done = prefill_pb2.TaskDone(cached_tokens=16, payload_bytes=64, last_link=last_link)
     record = ended(facts)
-    record.prompt_tokens = 20
+    facts.task_tokens = 20
     compute = facts.worker_spans(record, "prefill")[1]
     assert compute.attributes == {schema.ATTRIBUTE_CACHED_TOKENS: 16, schema.ATTRIBUTE_TOKENS: 4}
     link = facts.worker_spans(record, "prefill")[-1]

@@ -62,18 +62,25 @@ def _add(store: TraceStore, *parts: ResourceSpans) -> None:
         store.add_batch(batch)
 
 
-def _limits(traces: int, trace_bytes: int = 1 << 20, total_bytes: int = 1 << 24) -> TraceLimits:
-    return TraceLimits(traces, trace_bytes, total_bytes)
+class _Store(TraceStore):
+    """Counts what it drops."""
+
+    def __init__(self, traces: int = 10, **bounds: int) -> None:
+        self.dropped: Counter[str] = Counter()
+        super().__init__(
+            TraceLimits(traces, **bounds), lambda count, why: self.dropped.update({why: count})
+        )
 
 
-def _store() -> TraceStore:
-    store = TraceStore(_limits(10))
+def _store(**bounds: int) -> _Store:
+    """With one trace."""
+    store = _Store(**bounds)
     store.start_trace(_TRACE, "r1", 500)
     return store
 
 
 def test_kept_traces_are_removed_after_others_up_to_half_of_all() -> None:
-    store = TraceStore(_limits(6))
+    store = _Store(6)
 
     def start(number: int) -> str:
         trace_id = f"{number:032x}"
@@ -112,13 +119,14 @@ def test_spans_of_unknown_traces_are_dropped() -> None:
 
 
 def test_old_traces_are_dropped_and_the_newest_is_the_default() -> None:
-    store = TraceStore(_limits(2))
+    store = _Store(2)
     with pytest.raises(NotFound, match="yet"):
         store.get("")
     for number in range(3):
         store.start_trace(f"{number:032x}", f"r{number}", number)
     assert store.get("").request_id == "r2"
-    assert store.get("r1").trace_id == f"{1:032x}"
+    for name in ("r1", "cmpl-r1", "chatcmpl-r1", "resp_r1", "msg_r1"):
+        assert store.get(name).trace_id == f"{1:032x}"
     with pytest.raises(NotFound):
         store.get("r0")
 
@@ -143,28 +151,20 @@ def _filled(trace_id: str, count: int, size: int = 1_000) -> list[ResourceSpans]
 
 
 def test_bytes_per_trace_are_bounded() -> None:
-    dropped: Counter[str] = Counter()
-    store = TraceStore(
-        _limits(10, trace_bytes=10_000), lambda count, why: dropped.update({why: count})
-    )
-    store.start_trace(_TRACE, "r1", 500)
+    store = _store(trace_bytes=10_000)
     _add(store, *_filled(_TRACE, 20))
     kept = len(store.get("r1").spans)
     assert 5 <= kept <= 9
     assert store.stored_bytes <= 10_000
-    assert dropped == {trace_store.DROPPED_TRACE: 20 - kept}
+    assert store.dropped == {trace_store.DROPPED_TRACE: 20 - kept}
     # A span that is sent again takes no more room.
     _add(store, *_filled(_TRACE, kept))
     assert len(store.get("r1").spans) == kept
-    assert dropped.total() == 20 - kept
+    assert store.dropped.total() == 20 - kept
 
 
 def test_bytes_of_all_traces_are_bounded_and_the_oldest_are_removed() -> None:
-    dropped: Counter[str] = Counter()
-    store = TraceStore(
-        _limits(100, trace_bytes=20_000, total_bytes=50_000),
-        lambda count, why: dropped.update({why: count}),
-    )
+    store = _Store(100, trace_bytes=20_000, total_bytes=50_000)
     for number in range(20):
         store.start_trace(f"{number:032x}", f"r{number}", number)
         _add(store, *_filled(f"{number:032x}", 10))
@@ -173,28 +173,23 @@ def test_bytes_of_all_traces_are_bounded_and_the_oldest_are_removed() -> None:
     with pytest.raises(NotFound):
         store.get("r0")
     traces, _ = store.list_page(100, "")
-    assert set(dropped) == {trace_store.DROPPED_STORE}
-    assert dropped.total() == 10 * (20 - len(traces))
+    assert set(store.dropped) == {trace_store.DROPPED_STORE}
+    assert store.dropped.total() == 10 * (20 - len(traces))
 
 
 def test_a_span_that_is_too_large_or_has_no_valid_id_is_dropped() -> None:
-    dropped: Counter[str] = Counter()
-    store = TraceStore(_limits(10), lambda count, why: dropped.update({why: count}))
-    store.start_trace(_TRACE, "r1", 500)
+    store = _store()
     _add(store, *_filled(_TRACE, 1, trace_store.SPAN_BYTES_MAX))
     _add(store, _span(schema.SPAN_TRANSFER_LINK, "01" * 9))
     assert not store.get("r1").spans
-    assert dropped == {trace_store.DROPPED_SPAN: 2}
+    assert store.dropped == {trace_store.DROPPED_SPAN: 2}
 
 
 def test_a_request_with_too_large_a_record_is_dropped() -> None:
-    dropped: Counter[str] = Counter()
-    store = TraceStore(
-        _limits(10, trace_bytes=10_000), lambda count, why: dropped.update({why: count})
-    )
+    store = _Store(trace_bytes=10_000)
     store.start_trace(ended().trace_id, "r1", 500)
     store.end_request(ended(error="x" * 10_000))
-    assert dropped == {trace_store.DROPPED_TRACE: 1}
+    assert store.dropped == {trace_store.DROPPED_TRACE: 1}
     assert not store.stored_bytes
     store.end_request(ended())
     assert store.stored_bytes > 0
@@ -229,7 +224,7 @@ def test_spans_are_sorted_by_start_time() -> None:
 
 
 def test_pages_are_ordered_newest_first() -> None:
-    store = TraceStore(_limits(10))
+    store = _Store()
     for number in range(5):
         store.start_trace(f"{number:032x}", f"r{number}", number)
     first, token = store.list_page(2, "")
@@ -258,7 +253,7 @@ def test_attribute_values_become_text() -> None:
 
 
 def test_workers_spans_are_moved_to_the_routers_clock() -> None:
-    store = TraceStore(_limits(4))
+    store = _Store(4)
     store.start_trace(_TRACE, "r", 1)
     _add(store, _span(schema.SPAN_REQUEST, _ROOT, request="r"))
     _add(store, _span(schema.SPAN_DECODE, "03" * 8, _ROOT, service="decode"))

@@ -18,6 +18,7 @@ from headrace_router.workers.connection import LoadReservation, WorkerConnection
 from headrace_router.workers.dials import Dials
 from headrace_router.workers.table import Load, Worker
 from headrace_simulator.virtual_time import run_virtually
+from tests.local_channel import ScriptedCalls
 from tests.sim_layout import LAYOUT
 from tests.waiting import until
 
@@ -99,7 +100,7 @@ def test_running_sums_equal_sums_over_the_reservations(
     run_virtually(lambda: _check(events))
 
 
-class _SlowWorker:
+class _SlowWorker(ScriptedCalls):
     """A channel to a worker that sends one idle status on each stream, and then nothing."""
 
     def __init__(self) -> None:
@@ -108,12 +109,7 @@ class _SlowWorker:
         self.sent = False
         self.answers = True
 
-    def unary_stream(self, *arguments: object, **options: object) -> Any:
-        return self._call
-
-    unary_unary = stream_stream = unary_stream
-
-    def _call(self, request: worker_pb2.WatchStatusRequest) -> Any:
+    def called(self, request: worker_pb2.WatchStatusRequest) -> Any:
         self.requests.append(request)
         self.sent = False
         return self
@@ -126,12 +122,6 @@ class _SlowWorker:
             await asyncio.sleep(0.1)
         self.sent = True
         return worker_pb2.WatchStatusResponse(incarnation=_WORKER.ref.incarnation)
-
-    def cancel(self) -> None:
-        pass
-
-    async def close(self) -> None:
-        pass
 
 
 @asynccontextmanager

@@ -12,35 +12,30 @@ from headrace.worker.v1 import worker_pb2
 from headrace_kv.layout import WorkerRef, layout_to_proto
 from headrace_router.workers.directory import WorkerDirectory
 from headrace_router.workers.table import DecodeSlots, LoadTable
+from tests.local_channel import ScriptedCalls
 from tests.sim_layout import LAYOUT
+from tests.virtually import stand_still
 from tests.waiting import until
 
 _REF = WorkerRef("d0", "a")
 
 
-class _Channel:
-    """A channel to a worker that sends `incarnation` in its statuses, once a second."""
+class _Channel(ScriptedCalls):
+    """A channel to a worker that sends `incarnation` in its statuses."""
 
     def __init__(self, incarnation: str) -> None:
         self.closed = False
+        self.delay_s = 0.01
         self._incarnation = incarnation
         self.distrusted: list[worker_pb2.DistrustedWorker] = []
 
-    def unary_stream(self, *arguments: object, **options: object) -> Any:
-        return lambda request: self
-
-    unary_unary = stream_stream = unary_stream
-
     async def read(self) -> worker_pb2.WatchStatusResponse:
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(self.delay_s)
         return worker_pb2.WatchStatusResponse(
             incarnation=self._incarnation, distrusted_workers=self.distrusted
         )
 
-    def cancel(self) -> None:
-        pass
-
-    async def close(self) -> None:
+    async def close(self, grace: float | None = None) -> None:
         self.closed = True
 
 
@@ -85,6 +80,23 @@ async def test_a_worker_that_has_never_reported_is_no_candidate_and_limits_nothi
     assert directory.reserve_load(_REF, 1) is None
     assert not seen
     assert channels.opened[0].closed
+    await directory.close()
+
+
+async def test_no_worker_is_late_because_the_router_stood_still() -> None:
+    channels = _Channels()
+    directory = WorkerDirectory(channels, b"")
+    directory.update([_member()])
+    await _reported(directory)
+    # A status waits to be read when the router goes on.
+    channels.opened[0].delay_s = 4.2
+    await asyncio.sleep(1.0)
+    stand_still(3.0)
+    await asyncio.sleep(0.5)
+    assert directory.table("sim").any_available
+    # The next one is too late.
+    await asyncio.sleep(3.0)
+    assert not directory.table("sim").any_available
     await directory.close()
 
 
