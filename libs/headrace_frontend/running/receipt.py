@@ -25,16 +25,13 @@ _OF_CLIENTS: Final = frozenset(
 
 
 class AttemptReceipt(NamedTuple):
-    """What is known of the cost of one attempt. `reason` is that of its error, empty without one.
-
-    `generated_tokens`: those of earlier attempts, which it continues. `moved`: whether it began with a move.
-    """
+    """What is known of the cost of one attempt. `generated_tokens`: those of earlier attempts, which it continues."""
 
     parts: Sequence[receipt_pb2.Receipt]
     reason: str
+    """That of its error. Empty without one."""
     generated_tokens: int
     links: Sequence[receipt_pb2.LinkUse] = ()
-    moved: bool = False
 
 
 def device_us(receipt: receipt_pb2.Receipt) -> int:
@@ -63,7 +60,7 @@ def receipt_of(attempts: Iterable[AttemptReceipt]) -> receipt_pb2.Receipt:
                     used = min(max(use.byte_seconds, 0.0), _BYTE_SECONDS_MOST)
                     kv[use.tier] = kv.get(use.tier, 0.0) + used
         count += 1
-        moves += attempt.moved
+        moves += attempt.generated_tokens > 0
         if lost_tokens or attempt.generated_tokens:
             recomputed += computed - before
         lost_tokens |= failed and computed > before

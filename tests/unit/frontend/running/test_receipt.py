@@ -26,16 +26,15 @@ def part(prefill_us: int = 0, decode_us: int = 0, computed: int = 0) -> receipt_
 
 def test_an_attempt_that_failed_by_a_fault_is_paid_by_the_operator() -> None:
     lost = AttemptReceipt([part(50, computed=10)], WorkerGone.reason, 0, [LINK])
-    replayed = AttemptReceipt([part(60, computed=12)], "", 2, [LINK])
-    moved = AttemptReceipt([part(decode_us=70)], "", 3, moved=True)
-    assert receipt_of([lost, replayed, moved]) == receipt_pb2.Receipt(
+    moved = AttemptReceipt([part(60, computed=12), part(decode_us=70)], "", 2, [LINK])
+    assert receipt_of([lost, moved]) == receipt_pb2.Receipt(
         prefill_device_us=60,
         decode_device_us=70,
         operator_device_us=50,
         computed_tokens=22,
         recomputed_tokens=12,
         cached_tokens=3,
-        attempts=3,
+        attempts=2,
         moves=1,
         kv=[receipt_pb2.KvUse(tier="device", byte_seconds=4.0)],
         links=[LINK, LINK],
