@@ -49,9 +49,12 @@ Claim: TypeAlias = tuple[TimePart, int | None, int | None]
 """One step with its start and end. A step without a duration, or without one of both, claims nothing."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Sum:
-    """A time in microseconds and its parts, which add up to it. Parts without time are left out."""
+    """A time in microseconds and its parts, which add up to it. Parts without time are left out.
+
+    It must not be changed.
+    """
 
     total_us: int
     parts_us: Mapping[TimePart, int]

@@ -16,9 +16,9 @@ _NAMES_SHOWN_MAX: Final = 16
 NO_ADAPTERS: Final[Adapters] = {}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ModelChoice:
-    """A served model, and one of its adapters or none."""
+    """A served model, and one of its adapters or none. It must not be changed."""
 
     model: str
     adapter: Adapter | None = None

@@ -60,9 +60,12 @@ class AdmittedRequest:
         return prompt + array("I", generated) if generated else prompt
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class AttemptOutcome:
-    """How a successful attempt ended. Both counts are of prompt tokens. `kept` is what the worker promises."""
+    """How a successful attempt ended. Both counts are of prompt tokens. `kept` is what the worker promises.
+
+    It must not be changed.
+    """
 
     reason: sampling_pb2.FinishReason.ValueType
     cached_tokens: int = 0

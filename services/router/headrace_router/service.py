@@ -62,12 +62,11 @@ class ModelCatalog:
 
     def system_fingerprint(self, choice: ModelChoice) -> str:
         """As `ModelLister` has it."""
-        return system_fingerprint(self._workers.table(choice.model).engine_hashes, choice.adapter)
+        table = self._workers.table(choice.model, fresh=False)
+        return system_fingerprint(table.engine_hashes, choice.adapter)
 
     def _adapters_of(self, model: inference_pb2.Model) -> Iterator[inference_pb2.Model]:
         table = self._workers.table(model.name)
-        if not table.adapters:
-            return
         prefill_counts = self._queue.workers.counts_by_adapter()
         for name, adapter in sorted(table.adapters.items()):
             # Clients cannot select an adapter by the name of a model.

@@ -284,7 +284,7 @@ class PrefixFetches:
             or any(group.kind == STATE for group in layout.groups)
         ):
             return None
-        table = workers.table(prepared.model)
+        table = workers.table(prepared.model, fresh=False)
         salt, load = prepared.cache_salt, table.load(target.ref)
         unfit = table.flags({target.ref, *workers.distrusted(target.ref)}) | table.draining
         cached = self.prefixes.cached_tokens(table, token_ids, salt, pooled=False)

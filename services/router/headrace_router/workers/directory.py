@@ -218,9 +218,9 @@ class WorkerDirectory:
             return True
         return connection.load().leaving
 
-    def table(self, model: str) -> LoadTable:
-        """The decode workers of `model` and their load at this moment."""
-        while self._reserved:
+    def table(self, model: str, *, fresh: bool = True) -> LoadTable:
+        """The decode workers of `model`, and if `fresh` their load at this moment, not before the last reservations."""
+        while fresh and self._reserved:
             self._update_load(self._reserved.pop())
         return self._tables.get(model, _NO_WORKERS)
 

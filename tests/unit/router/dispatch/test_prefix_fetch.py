@@ -34,7 +34,7 @@ class Fetching:
             self.table.set(ref, loads.get(ref.worker_id, Load(times=TIMES)))
         found = np.array([TOKENS, *cached], np.float64)
         directory: Any = SimpleNamespace(
-            table=lambda model: self.table,
+            table=lambda model, fresh: self.table,
             distrusted=lambda ref: {},
             channel_of=lambda incarnation: object(),
         )
