@@ -24,6 +24,7 @@ from headrace_frontend.openai.answers import ModelParsers
 from headrace_frontend.openai.app import MetricsPage, OpenAiApp
 from headrace_frontend.openai.block_apis.stored import StoredObjects
 from headrace_frontend.openai.image_fetch import ImageFetcher
+from headrace_frontend.openai.stored_apis.background import NoConnection
 from headrace_frontend.promises import no_promise
 from headrace_frontend.request.computations import Computation, Result, TextThreads
 from headrace_frontend.request.preparation import RequestPreparer
@@ -193,14 +194,14 @@ class Reply:
         return found
 
 
-class Request:
+class Request(NoConnection):
     """A request. Its body arrives once a handler reads it; endless, again and again. Headers may have underscores.
 
     It is the connection of its exchange too.
     """
 
     PARTS_MAX = 32
-    caller, peer_names, write_paused = "unknown", tuple[bytes, ...](), False
+    caller = "unknown"
 
     def __init__(
         self,
@@ -231,9 +232,6 @@ class Request:
             self.exchange.add_body(self._body[0])
             more = self.count_input if self._endless else self.exchange.end_body
             more()
-
-    async def until_writable(self) -> None:
-        pass
 
     def write(self, data: bytes) -> None:
         self.sent += data
