@@ -63,7 +63,7 @@ def system_fingerprint(layout_hashes: frozenset[bytes], adapter: Adapter | None)
 
 
 class ClientParts:
-    """The parts that the settings describe. `runner` is set before the first request.
+    """The parts that the settings describe. `run_by` comes before the first request.
 
     `codecs` are by served model, and `policy` returns the one in force. `prefix_hash_key` returns the deployment's key,
     or 0 while it is unknown. `count_refused`: see CallerBounds. `watched`: see Admission.
@@ -121,6 +121,11 @@ class ClientParts:
         images = any(codec.images is not None for codec in codecs.values())
         self.size = RequestSizeCheck(self._max_model_len, images=images)
         self.body_bytes_max = request_bytes_max(self._max_model_len().values(), images=images)
+
+    def run_by(self, runner: RequestRunner) -> RequestRunner:
+        """`runner`, which runs the requests from now on."""
+        self.runner = runner
+        return runner
 
     def close(self) -> None:
         """Ends what runs without a client."""

@@ -171,7 +171,7 @@ class Router:
             check_placed=refusal.check_placed,
         )
         self.moves = Moves(self._dispatcher, sign, self.metrics.count_move)
-        self.runner = self.parts.runner = self.parts.new_runner(
+        runner = self.parts.new_runner(
             dispatch=self._dispatcher.run,
             tracer=self._tracer,
             drain_error=_draining,
@@ -180,6 +180,7 @@ class Router:
             paced=True,
             counter=self.metrics,
         )
+        self.runner = self.parts.run_by(runner)
         adapters = AdapterChanges(list_members, self._open_channel, codecs, self.workers.table)
         self._batches = None if folder is None else Batches(self.parts, folder)
         self.services = self._new_services(adapters)

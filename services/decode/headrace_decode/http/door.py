@@ -163,13 +163,14 @@ class HttpDoor:
             config.admission_wait_s or math.inf,
         )
         dispatcher = OwnDispatcher(self._ref, model.name, blocks, self.prefills, host.members)
-        parts.runner = parts.new_runner(
+        runner = parts.new_runner(
             dispatch=dispatcher.run,
             tracer=RequestTracer(telemetry),
             # `Attempts` refuses requests once routers have noticed the drain.
             drain_error=self._attempts.refusal,
             runs_while_draining=True,
         )
+        parts.run_by(runner)
         readers = load_tenants(config.metrics_keys_file, "metrics_keys_file")
 
         def metrics(kind: str) -> str:

@@ -219,6 +219,7 @@ async def test_a_request_that_does_not_arrive_ends_its_call(
         call = generate(timeout=_WAIT_S)
         assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         assert "did not arrive within 0.1 s" in await call.details()
+        monkeypatch.setattr(interceptor, "BODY_WAIT_S", _WAIT_S)
         missing = generate(timeout=_WAIT_S)
         await missing.done_writing()
         assert await missing.code() is grpc.StatusCode.INVALID_ARGUMENT
