@@ -49,12 +49,9 @@ Claim: TypeAlias = tuple[TimePart, int | None, int | None]
 """One step with its start and end. A step without a duration, or without one of both, claims nothing."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Sum:
-    """A time in microseconds and its parts, which add up to it. Parts without time are left out.
-
-    It must not be changed.
-    """
+    """A time in microseconds and its parts, which add up to it. Parts without time are left out."""
 
     total_us: int
     parts_us: Mapping[TimePart, int]

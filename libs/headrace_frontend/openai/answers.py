@@ -45,12 +45,9 @@ def parsers_of(codec: TextCodec, tool_calls: str, reasoning: str) -> ModelParser
     return ModelParsers(*("" if name == NO_PARSER else name for name in chosen))
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class AnswerRules:
-    """How to divide the answers to one chat. `None` for all three means that text is content.
-
-    It must not be changed.
-    """
+    """How to divide the answers to one chat. `None` for all three means that text is content."""
 
     tool_calls: str | None = None
     """The name of the parser of tool calls, where the model decides about them."""

@@ -16,9 +16,9 @@ _NAMES_SHOWN_MAX: Final = 16
 NO_ADAPTERS: Final[Adapters] = {}
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class ModelChoice:
-    """A served model, and one of its adapters or none. It must not be changed."""
+    """A served model, and one of its adapters or none."""
 
     model: str
     adapter: Adapter | None = None

@@ -60,12 +60,9 @@ class AdmittedRequest:
         return prompt + array("I", generated) if generated else prompt
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class AttemptOutcome:
-    """How a successful attempt ended. Both counts are of prompt tokens. `kept` is what the worker promises.
-
-    It must not be changed.
-    """
+    """How a successful attempt ended. Both counts are of prompt tokens. `kept` is what the worker promises."""
 
     reason: sampling_pb2.FinishReason.ValueType
     cached_tokens: int = 0

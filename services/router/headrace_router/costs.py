@@ -75,12 +75,9 @@ DIVIDED_MIN_S: Final = 0.1
 """The least time to first token of a prompt that is worth the messages of two workers."""
 
 
-@dataclass(slots=True, unsafe_hash=True)
+@dataclass(frozen=True, slots=True)
 class TokenTargets:
-    """When the tokens of a request should come. None: no bound. `elapsed_s` is the time since its arrival.
-
-    It must not be changed.
-    """
+    """When the tokens of a request should come. None: no bound. `elapsed_s` is the time since its arrival."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None
@@ -186,9 +183,9 @@ class OtherDecision:
         return self.first_s + prompt_s if self.after_prompt else self.first_s
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Costs:
-    """The cheapest way on each generating worker. Arrays have shape [worker]. It must not be changed.
+    """The cheapest way on each generating worker. Arrays have shape [worker].
 
     `first_s` is the predicted time to first token from now, and `step_s` the time of a step with the answer.
     `prefill_row` is the row of the worker that computes the prompt, -1 where the queue decides.
@@ -200,7 +197,7 @@ class Costs:
     prefill_row: Rows
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class CostsOfBoth(Costs):
     """Those among workers of both roles, with what other decisions need."""
 

@@ -59,9 +59,9 @@ class AnswerLengths:
         return max(1.0, min(self._means.get(model, _FIRST_LENGTH), tokens_max))
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class RoutePolicy:
-    """The part of the deployment's policy for placement. See Policy in registry.proto. It must not be changed."""
+    """The part of the deployment's policy for placement. See Policy in registry.proto."""
 
     local_prefill_max_tokens: int = 0
     overlap_weight: float = _DEFAULT_OVERLAP_WEIGHT

@@ -27,9 +27,9 @@ from headrace_kv.compatibility import fingerprint
 from headrace_kv.layout import KvLayout, WorkerRef, engine_hash
 
 
-@dataclass(slots=True, unsafe_hash=True)
+@dataclass(frozen=True, slots=True)
 class PromptWork:
-    """Prompt tokens of one worker that are not known to be computed. It must not be changed.
+    """Prompt tokens of one worker that are not known to be computed.
 
     `attended` sums over them the tokens before each. An engine computes prompts in the order of their arrival: the head
     is the first one, which has had its turn since `head_start_s` by the router's monotonic clock.
