@@ -37,7 +37,7 @@ usable_python() {
 }
 
 # The distribution's Python comes first: images have it, and it is built with profiles. pyenv's default build is not, and
-# takes 1.4 times the CPU.
+# takes 1.4 times the CPU in plain Python code.
 find_python() {
     local candidate
     for candidate in ${HEADRACE_PYTHON:+"$HEADRACE_PYTHON"} /usr/bin/python3.11 python3.11 python3 python3.12 python3.13; do

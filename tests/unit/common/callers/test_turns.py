@@ -10,9 +10,7 @@ from headrace_common.callers.bounds import TURNS_S, CallerTurns
 
 
 @pytest.mark.parametrize("turn_s", [0.0001, 0.001, 0.01])
-async def test_a_request_of_another_caller_waits_for_one_iteration_of_bounded_time(
-    turn_s: float,
-) -> None:
+async def test_another_caller_waits_for_one_iteration_of_bounded_time(turn_s: float) -> None:
     now_s = 0.0
     turns = CallerTurns({"a": 2}, lambda: now_s)
     order: list[str] = []
