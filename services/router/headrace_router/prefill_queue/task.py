@@ -59,7 +59,7 @@ class TaskTerms:
 
 
 class QueuedTask:
-    """One task, from joining the queue to its end. Each method but the last two reports an event.
+    """One task, from joining the queue to its end.
 
     `group_key` is the layout fingerprint of the task's group.
     """
